@@ -1,0 +1,65 @@
+"""The one plot style of the book: `style` gives a figure its look, `line`/`bar` draw the common ones, `show` stores it.
+
+Every chapter draws through this file, so that all pictures read alike, also in black and white: series differ by dash, marker and
+hatching as well as by colour, and every axis names its unit. It belongs to the notebooks and isn't part of the package:
+
+    from figs import line, show
+    show(line({"paged": (x, y), "contiguous": (x, y2)}, title="Sequences that fit", x="memory (GiB)", y="sequences"), "fig-fit")
+"""
+import plotly.graph_objects as go
+
+COLORS = ["#1f4e79", "#c55a11", "#4f7a28", "#7f7f7f", "#7030a0", "#000000"]
+DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"]
+MARKERS = ["circle", "square-open", "diamond", "triangle-up-open", "x", "cross"]
+PATTERNS = ["", "/", ".", "x", "-", "+"]
+GRID = "#dddddd"
+
+
+class Fig:
+    "A plotly figure shown as text/html with a fixed id, so that running the notebook again gives the same bytes"
+    def __init__(self, fig, name): self.fig, self.name = fig, name
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        html = self.fig.to_html(full_html=False, include_plotlyjs="cdn", div_id=self.name)
+        return {"text/html": html, "text/plain": f"<plotly figure {self.name}>"}
+
+
+def style(fig, title=None, x=None, y=None, height=380, width=None, legend=True, **layout):
+    "Give `fig` the book's look; `x` and `y` are the axis titles *with their unit*. More `layout` goes to plotly as it is. Returns `fig`"
+    axis = dict(showline=True, linecolor="black", mirror=True, ticks="outside", gridcolor=GRID, zeroline=False)
+    fig.update_layout(template="none", title=dict(text=title, x=0.01, xanchor="left", font_size=16), height=height, width=width,
+                      font=dict(family="Helvetica, Arial, sans-serif", size=13), showlegend=legend,
+                      legend=dict(bgcolor="rgba(255,255,255,.8)", bordercolor=GRID, borderwidth=1),
+                      margin=dict(l=70, r=20, t=50 if title else 20, b=60))
+    fig.update_xaxes(**axis)
+    fig.update_yaxes(**axis)
+    if x is not None: fig.update_xaxes(title_text=x)
+    if y is not None: fig.update_yaxes(title_text=y)
+    return fig.update_layout(**layout)
+
+
+def mark(i, filled=False):
+    "How series number `i` is drawn: keyword arguments for `go.Scatter` (or for `go.Bar` with `filled=True`)"
+    c = COLORS[i % len(COLORS)]
+    if filled: return dict(marker=dict(color=c, line=dict(color="black", width=1), pattern=dict(shape=PATTERNS[i % len(PATTERNS)], fgcolor="white")))
+    return dict(line=dict(color=c, dash=DASHES[i % len(DASHES)], width=2), marker=dict(symbol=MARKERS[i % len(MARKERS)], size=8, color=c))
+
+
+def line(series, title=None, x=None, y=None, log_x=False, log_y=False, **kw):
+    "Lines with markers from `{name: (xs, ys)}`"
+    fig = go.Figure([go.Scatter(x=list(xs), y=list(ys), name=name, mode="lines+markers", **mark(i))
+                     for i, (name, (xs, ys)) in enumerate(series.items())])
+    if log_x: fig.update_xaxes(type="log")
+    if log_y: fig.update_yaxes(type="log")
+    return style(fig, title, x, y, legend=len(series) > 1, **kw)
+
+
+def bar(series, title=None, x=None, y=None, stacked=False, **kw):
+    "Bars from `{name: (labels, heights)}`, side by side or stacked"
+    fig = go.Figure([go.Bar(x=list(xs), y=list(ys), name=name, **mark(i, filled=True)) for i, (name, (xs, ys)) in enumerate(series.items())])
+    return style(fig, title, x, y, legend=len(series) > 1, barmode="stack" if stacked else "group", **kw)
+
+
+def show(fig, name):
+    "Show a plotly figure under the fixed id `name` (unique in the book); put it last in a cell"
+    return Fig(fig, name)
