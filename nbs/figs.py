@@ -20,7 +20,9 @@ class Fig:
     def __init__(self, fig, name): self.fig, self.name = fig, name
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        html = self.fig.to_html(full_html=False, include_plotlyjs="cdn", div_id=self.name)
+        # "plot-": a Quarto label may carry the same name, and two elements with one id would make plotly draw into the wrong one
+        html = self.fig.to_html(full_html=False, include_plotlyjs="cdn", div_id=f"plot-{self.name}",
+                                config=dict(responsive=True, displayModeBar=False))
         return {"text/html": html, "text/plain": f"<plotly figure {self.name}>"}
 
 
@@ -61,5 +63,9 @@ def bar(series, title=None, x=None, y=None, stacked=False, **kw):
 
 
 def show(fig, name):
-    "Show a plotly figure under the fixed id `name` (unique in the book); put it last in a cell"
+    """Show a plotly figure under the fixed name `name`, unique in the book; put it last in a cell.
+
+    For a captioned, numbered figure that text can point at with `@fig-fit`, start the cell with
+    `#| label: fig-fit` and `#| fig-cap: "..."`; the same `name` may be used here.
+    """
     return Fig(fig, name)
