@@ -1,0 +1,112 @@
+"""The package as a whole: its size, its docstrings, and which way its imports point."""
+import ast
+import io
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PKG = ROOT/"miniengine"
+LIMIT = 2000
+# what each module was given when the book was planned; exceeding one is shown, exceeding the sum fails
+BUDGET = dict(config=100, kv_blocks=90, scheduler=200, model=150, weights=110, attention=200, triton_attention=260, sampler=110,
+              runner=200, prefix_cache=70, text=110, engine=160, server=230, cli=60)
+HARNESS = ("bench", "glass", "trace", "sweep")   # measures the engine and is no part of it
+NO_TORCH = ("kv_blocks", "scheduler", "prefix_cache", "config")
+MODULES = sorted(p for p in PKG.glob("*.py") if p.stem != "_modidx")
+
+
+def exports():
+    "[(module, notebook)] in the order of the chapters"
+    out = []
+    for nb in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
+        for c in json.loads(nb.read_text(encoding="utf-8"))["cells"]:
+            m = re.search(r"^#\|\s*default_exp\s+(\S+)", "".join(c["source"]), re.M)
+            if m and c["cell_type"] == "code": out.append((m[1], nb.name))
+    return out
+
+
+def code_lines(src):
+    "Number of lines of `src` that hold code: no blank lines, no comments, no docstrings"
+    doc, used = set(), set()
+    for n in ast.walk(ast.parse(src)):
+        if not isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or not n.body: continue
+        b = n.body[0]
+        if isinstance(b, ast.Expr) and isinstance(b.value, ast.Constant) and isinstance(b.value.value, str):
+            doc |= set(range(b.lineno, b.end_lineno + 1))
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for t in tokenize.generate_tokens(io.StringIO(src).readline):
+        if t.type not in blank: used |= set(range(t.start[0], t.end[0] + 1))
+    return len(used - doc)
+
+
+def test_code_lines_counts_code_only():
+    assert code_lines('"doc"\n# comment\n\nx = 1  # one\n') == 1
+    assert code_lines('def f(a,\n      b):\n    """two\n    lines"""\n    return a\n') == 3
+    assert code_lines('s = """a string\nthat is code"""\n') == 2
+
+
+def test_engine_stays_within_2000_code_lines(capsys):
+    n = {p.stem: code_lines(p.read_text(encoding="utf-8")) for p in MODULES}
+    engine = {k: v for k, v in n.items() if not any(h in k for h in HARNESS)}
+    order = [m for m, _ in exports() if m in engine]
+    with capsys.disabled():
+        print("\ncode lines         now  plan")
+        for k in order + sorted(set(engine) - set(order)):
+            print(f"  {k:16} {engine[k]:4} {BUDGET.get(k, 0) or '-':>5}{'  over' if engine[k] > BUDGET.get(k, LIMIT) else ''}")
+        print(f"  {'engine':16} {sum(engine.values()):4} {LIMIT:5}")
+        for k in set(n) - set(engine): print(f"  {k:16} {n[k]:4}       (harness, not counted)")
+    assert sum(engine.values()) <= LIMIT
+
+
+def public(tree):
+    "(name, node) of each public function, class and method, including those added with @patch"
+    for n in tree.body:
+        if not isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or n.name.startswith("_"): continue
+        yield n.name, n
+        if isinstance(n, ast.ClassDef):
+            for m in n.body:
+                if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef)) and not m.name.startswith("_"): yield f"{n.name}.{m.name}", m
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
+def test_public_names_have_docstrings(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{path.name} has no docstring: the notebook's first cell needs a `> summary` line"
+    bad = [name for name, n in public(tree) if not ast.get_docstring(n)]
+    assert not bad, f"without docstring: {', '.join(bad)}"
+
+
+def imports(path):
+    "Modules of this package that `path` imports, anywhere in it"
+    out = set()
+    for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(n, ast.ImportFrom) and (n.level == 1 or (n.module or "").split(".")[0] == "miniengine"):
+            mod = (n.module or "").removeprefix("miniengine").strip(".")
+            out |= {mod.split(".")[0]} if mod else {a.name for a in n.names}
+        elif isinstance(n, ast.Import): out |= {a.name.split(".")[1] for a in n.names if a.name.startswith("miniengine.")}
+    return {o for o in out if (PKG/f"{o}.py").exists()}
+
+
+def test_imports_point_to_earlier_chapters_only():
+    order = {m: i for i, (m, _) in enumerate(exports())}
+    bad = [f"{m} imports {o}" for m in order for o in imports(PKG/f"{m}.py") if order.get(o, 999) >= order[m]]
+    assert not bad, "; ".join(bad)
+
+
+def test_each_module_comes_from_one_notebook():
+    mods = [m for m, _ in exports()]
+    assert len(mods) == len(set(mods)), "two notebooks export the same module"
+    assert set(mods) == {p.stem for p in MODULES} - {"__init__"}
+
+
+@pytest.mark.parametrize("name", NO_TORCH)
+def test_bookkeeping_runs_without_torch(name):
+    if not (PKG/f"{name}.py").exists(): pytest.skip(f"chapter {name} isn't written yet")
+    code = f"import miniengine.{name}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0, f"miniengine.{name} pulls torch in"

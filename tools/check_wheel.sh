@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# What a user gets: build sdist and wheel, install the wheel alone in an empty environment, start the command, import every module.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tmp=$(mktemp -d); trap 'rm -rf "$tmp"' EXIT
+python -m build -o "$tmp/dist" . >"$tmp/build.log" 2>&1 || { tail -n 30 "$tmp/build.log"; exit 1; }
+python -m venv "$tmp/env"
+pip="$tmp/env/bin/python -m pip install -qq -c constraints.txt"
+$pip torch ${TORCH_ARGS:-}
+$pip "$tmp"/dist/*.whl
+"$tmp/env/bin/python" -m pip check
+cd "$tmp"   # away from the source tree: only what the wheel holds can be imported
+env/bin/miniengine --help >help.txt && head -n 3 help.txt
+env/bin/miniengine --version
+env/bin/python - <<'P'
+import importlib, pkgutil, sys, miniengine
+assert "site-packages" in miniengine.__file__, miniengine.__file__
+assert "torch" not in sys.modules, "importing the package alone must not import torch"
+EXTRAS = {"aiohttp", "triton", "flashinfer"}   # what the extras `bench` and `gpu` bring
+names = [m.name for m in pkgutil.iter_modules(miniengine.__path__)]
+for n in names:
+    try: importlib.import_module(f"miniengine.{n}")
+    except ModuleNotFoundError as e:
+        if e.name not in EXTRAS: raise
+        print(f"miniengine.{n} needs an extra: {e.name}")
+for n in miniengine.__all__: getattr(miniengine, n)
+print(f"wheel: {len(names)} modules imported, {', '.join(miniengine.__all__)} at the top")
+P
