@@ -97,7 +97,8 @@ def test_cross_references_resolve():
     have = labels()
     twice = [k for k, n in Counter(have).items() if n > 1]
     assert not twice, f"labels used twice: {twice}"
-    bad = [f"{p.name}: @{r}" for p, t in pages().items() for r in re.findall(rf"(?<![\w@])@((?:{KINDS})-\w[\w-]*)", prose(t)) if r not in have]
+    used = [(p.name, r) for p, t in pages().items() for r in re.findall(rf"(?<![\w@])@((?:{KINDS})-\w[\w-]*)", prose(t))]
+    bad = [f"{name}: @{r}" for name, r in used if r not in have]
     assert not bad, bad
 
 

@@ -71,7 +71,8 @@ def public(tree):
         yield n.name, n
         if isinstance(n, ast.ClassDef):
             for m in n.body:
-                if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef)) and not m.name.startswith("_"): yield f"{n.name}.{m.name}", m
+                if isinstance(m, (ast.FunctionDef, ast.AsyncFunctionDef)) and not m.name.startswith("_"):
+                    yield f"{n.name}.{m.name}", m
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
@@ -89,7 +90,8 @@ def imports(path):
         if isinstance(n, ast.ImportFrom) and (n.level == 1 or (n.module or "").split(".")[0] == "miniengine"):
             mod = (n.module or "").removeprefix("miniengine").strip(".")
             out |= {mod.split(".")[0]} if mod else {a.name for a in n.names}
-        elif isinstance(n, ast.Import): out |= {a.name.split(".")[1] for a in n.names if a.name.startswith("miniengine.")}
+        elif isinstance(n, ast.Import):
+            out |= {a.name.split(".")[1] for a in n.names if a.name.startswith("miniengine.")}
     return {o for o in out if (PKG/f"{o}.py").exists()}
 
 

@@ -59,7 +59,6 @@ def apply(txt_path, nb_path=None):
 
 def run(p, flags=(), timeout=1800, allow_errors=False):
     "Execute with nbclient in a fresh kernel, honouring `#| eval: false` and the tst_flags of settings.ini"
-    import nbformat
     from nbclient import NotebookClient
     from nbdev.config import get_config
     from nbdev.process import extract_directives
