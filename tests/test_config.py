@@ -9,13 +9,11 @@ from miniengine.config import EngineConfig, ModelConfig, RequestError, SamplingP
 
 LLAMA3 = dict(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 BASE = dict(model_type="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            vocab_size=100,
-            max_position_embeddings=256)
+            vocab_size=100, max_position_embeddings=256)
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                                   "vocab_size",
-                                   "max_position_embeddings"])
+                                   "vocab_size", "max_position_embeddings"])
 @pytest.mark.parametrize("value", [None, 0, -1, "64", 1.5, True])
 def test_wrong_size_in_config_json_is_named(field, value):
     with pytest.raises(ValueError, match=field): ModelConfig.from_hf(BASE | {field: value})
@@ -40,20 +38,21 @@ def test_config_saved_by_transformers_is_read_the_same_in_old_and_new_form(arch,
     old = {k: v for k, v in new.items() if k != "rope_parameters"} | dict(rope_theta=5e5, rope_scaling=rope)
     m = ModelConfig.from_hf(new)
     assert m == ModelConfig.from_hf(old)
-    assert (m.arch, m.qkv_bias, m.qk_norm, m.eos_ids,
-            m.rope_theta) == (arch, arch == "qwen2", arch == "qwen3", (7, 8), 5e5)
+    assert (m.arch, m.qkv_bias, m.qk_norm, m.eos_ids, m.rope_theta) == (
+        arch, arch == "qwen2", arch == "qwen3", (7, 8), 5e5)
     assert m.head_dim == (getattr(theirs, "head_dim", None) or 16)
     assert m.rope_scaling is None if rope is None else m.rope_scaling["rope_type"] == rope["rope_type"]
 
 
 @pytest.mark.parametrize("bad", [
-    dict(model_type="mistral"), dict(model_type="qwen3_moe"), dict(model_type=None), dict(architectures=["LlamaForSequenceClassification"]),
-    dict(use_sliding_window=True), dict(model_type="qwen2",
-                                        use_sliding_window=True), dict(layer_types=["full_attention",
-                                                                                    "sliding_attention"]),
-    dict(num_local_experts=8), dict(num_experts=2), dict(quantization_config=dict(quant_method="gptq")), dict(hidden_act="gelu"),
-    dict(mlp_bias=True), dict(attention_bias=True), dict(model_type="qwen3",
-                                                         attention_bias=True), dict(partial_rotary_factor=0.5),
+    dict(model_type="mistral"), dict(model_type="qwen3_moe"), dict(model_type=None),
+    dict(architectures=["LlamaForSequenceClassification"]),
+    dict(use_sliding_window=True), dict(model_type="qwen2", use_sliding_window=True),
+    dict(layer_types=["full_attention", "sliding_attention"]),
+    dict(num_local_experts=8), dict(num_experts=2), dict(quantization_config=dict(quant_method="gptq")),
+    dict(hidden_act="gelu"),
+    dict(mlp_bias=True), dict(attention_bias=True), dict(model_type="qwen3", attention_bias=True),
+    dict(partial_rotary_factor=0.5),
     dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))])
 def test_model_that_would_compute_something_else_is_refused_by_name(bad):
     name = list(bad)[-1]
@@ -63,9 +62,8 @@ def test_model_that_would_compute_something_else_is_refused_by_name(bad):
 
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "mrope", "", 5])
 def test_unknown_rope_type_is_refused_in_both_forms(kind):
-    for cfg in dict(rope_scaling=dict(type=kind,
-                                      factor=2.0)), dict(rope_parameters=dict(rope_type=kind, factor=2.0,
-                                                                              rope_theta=1e4)):
+    for cfg in [dict(rope_scaling=dict(type=kind, factor=2.0)),
+                dict(rope_parameters=dict(rope_type=kind, factor=2.0, rope_theta=1e4))]:
         with pytest.raises(ValueError, match="rope_type"): ModelConfig.from_hf(BASE | cfg)
 
 
@@ -89,12 +87,12 @@ def test_sizes_in_bytes_pass_unchanged(n):
     assert parse_size(f"{n} KiB") == n * 1024 and parse_size(f"{n}kb") == n * 1000
 
 
-@pytest.mark.parametrize("bad", [dict(attn="xformers"), dict(batching="dynamic"), dict(load_format="gguf"),
-                                 dict(dtype=None), dict(device="cuda:"),
-    dict(device="mps"), dict(block_size=0), dict(block_size=4), dict(block_size=8,
-                                                                     attn="flashinfer"), dict(max_num_seqs=True),
-    dict(max_model_len=0), dict(num_blocks=1), dict(gpu_memory_utilization=0), dict(gpu_memory_utilization=1.1), dict(gpu_memory_limit="24G"),
-    dict(kv_cache_memory="lots"), dict(prefix_caching="yes"), dict(seed=-1), dict(max_num_batched_tokens=255)])
+@pytest.mark.parametrize("bad", [
+    dict(attn="xformers"), dict(batching="dynamic"), dict(load_format="gguf"), dict(dtype=None), dict(device="cuda:"),
+    dict(device="mps"), dict(block_size=0), dict(block_size=4), dict(block_size=8, attn="flashinfer"),
+    dict(max_num_seqs=True), dict(max_model_len=0), dict(num_blocks=1), dict(gpu_memory_utilization=0),
+    dict(gpu_memory_utilization=1.1), dict(gpu_memory_limit="24G"), dict(kv_cache_memory="lots"),
+    dict(prefix_caching="yes"), dict(seed=-1), dict(max_num_batched_tokens=255)])
 def test_bad_engine_setting_is_named(bad):
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"): EngineConfig(**bad)
 
@@ -118,21 +116,19 @@ def test_any_value_is_accepted_in_strict_form_or_refused_by_name(name, value):
     except RequestError as e:
         assert e.param in (name, "min_tokens", "n") and e.status == 400 and len(e.message) < 300
         return
-    assert 0 <= p.temperature <= 2 and (p.temperature == 0 or p.temperature >= 0.01) and 0 < p.top_p <= 1 and p.top_k >= 0
+    assert (p.temperature == 0 or 0.01 <= p.temperature <= 2) and 0 < p.top_p <= 1 and p.top_k >= 0
     assert p.seed != -1 and isinstance(p.stop, list) and all(p.stop) and isinstance(p.stop_token_ids, list)
     assert p.logit_bias is None or all(isinstance(k, int) and -100 <= v <= 100 for k, v in p.logit_bias.items())
     assert p == SamplingParams(**{f: getattr(p, f) for f in FIELDS})     # checking twice changes nothing
 
 
 def test_ranges_of_the_api():
-    for name, good, bad in [("temperature", [0, 2, 1e-9], [-1e-9, 2.01]), ("top_p", [1e-9, 1], [0, 1.01]),
-                            ("top_k", [-1, 0, 1], [-2]),
-                            ("min_p", [0, 1], [-0.1,
-                                               1.1]), ("presence_penalty", [-2, 2],
-                                                       [-2.1, 2.1]), ("frequency_penalty", [-2, 2], [2.1]),
-                            ("repetition_penalty", [1e-9, 3],
-                             [0, -1]), ("n", [1, 16384], [0, 16385]), ("max_tokens", [1, None], [0, -1]),
-                            ("seed", [-1, None, 2**63 - 1, -2**63], [2**63]), ("logprobs", [None, 0, 20], [-1, 21])]:
+    ranges = dict(
+        temperature=([0, 2, 1e-9], [-1e-9, 2.01]), top_p=([1e-9, 1], [0, 1.01]), top_k=([-1, 0, 1], [-2]),
+        min_p=([0, 1], [-0.1, 1.1]), presence_penalty=([-2, 2], [-2.1, 2.1]), frequency_penalty=([-2, 2], [2.1]),
+        repetition_penalty=([1e-9, 3], [0, -1]), n=([1, 16384], [0, 16385]), max_tokens=([1, None], [0, -1]),
+        seed=([-1, None, 2**63 - 1, -2**63], [2**63]), logprobs=([None, 0, 20], [-1, 21]))
+    for name, (good, bad) in ranges.items():
         for v in good: SamplingParams(**{name: v})
         for v in bad:
             with pytest.raises(RequestError) as e: SamplingParams(**{name: v})
