@@ -53,10 +53,10 @@ nb-check: .venv/.dev
 	@echo "== notebooks are clean"; python tools/nb.py check
 
 nbtest: .venv/.dev
-	@echo "== notebooks run"; OMP_NUM_THREADS=1 nbdev_test --n_workers 2 --timing
+	@echo "== notebooks run"; OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 nbdev_test --n_workers 2 --timing
 
 pytest: .venv/.dev
-	@echo "== pytest"; python -m pytest -q
+	@echo "== pytest"; HF_HUB_OFFLINE=1 python -m pytest -q
 
 WHEEL_INPUTS := $(META) MANIFEST.in README.md LICENSE tools/check_wheel.sh $(wildcard miniengine/*.py)
 wheel: .venv/.wheel
