@@ -27,7 +27,9 @@ class Request:
         self.tokens, self.num_prompt = list(prompt_ids), len(prompt_ids)
         self.num_computed = 0  # tokens whose K/V is in the cache, or will be when the launched steps end
         self.pending = 0  # tokens sampled on the device and not seen by the host: 0 or 1
-        self.needs_last = False  # sampling needs the last token on the host (penalties, grammars)
+        p = params
+        self.needs_last = p.structured is not None or (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
+        self.plain = p.greedy and not (self.needs_last or p.logit_bias or p.min_tokens or p.logprobs is not None)
         self.max_total = 0  # prompt + output tokens at most, set when the request is added
         self.blocks, self.slot = [], -1  # block table; row in the runner's buffers, -1 while waiting
         self.chain, self.hashed = 0, 0  # prefix cache: parent entry, and blocks already entered
