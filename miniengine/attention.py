@@ -52,6 +52,7 @@ class TorchAttention:
 @patch
 def plan(self: TorchAttention,
     meta: StepMeta,  # this step's rows
+    graph: int = 0,  # rows of the captured graph to be replayed; this backend has none
 ):
     "Group the decode rows by length, and list what each prefill row reads"
     h, nd = meta.host, meta.num_decodes
@@ -59,7 +60,7 @@ def plan(self: TorchAttention,
     self.groups, self.prefills, todo = [], [], np.argsort(-blocks[:nd], kind="stable")
     while len(todo):
         n = int((blocks[todo] >= 0.75*blocks[todo[0]]).sum())
-        self.groups.append(self._group(meta, todo[:n]))
+        self.groups.append(self._group(meta, np.sort(todo[:n])))
         todo = todo[n:]
     for r in range(nd, len(h["kv_lens"])):
         q0, q1, L = (int(x) for x in (h["cu_q"][r], h["cu_q"][r + 1], h["kv_lens"][r]))
@@ -74,7 +75,7 @@ def __call__(self: TorchAttention,
     cache: torch.Tensor,  # (num_blocks, 2, block_size, Hkv, D), this layer's, new tokens already written
 ) -> torch.Tensor:  # (T, Hq, D)
     "Causal attention of every new token over its request's keys"
-    (T, Hq, D), (Hkv,) = q.shape, cache.shape[3:4]
+    (_, Hq, D), Hkv = q.shape, cache.shape[3]
     halves, out = cache.view(-1, *cache.shape[2:]), torch.empty_like(q)
     for rows, half, L, mask in self.groups:
         n = half.numel()*self.block_size//L if mask is not None else 1
