@@ -293,6 +293,6 @@ def make_attention(config: EngineConfig, cfg: ModelConfig, device: torch.device,
     if name == "torch": return TorchAttention(config.block_size), TorchOps()
     if device.type != "cuda": raise RuntimeError(f"attn={name!r} needs a CUDA GPU; on a CPU use attn='torch'")
     from miniengine.triton_attention import TritonAttention, TritonOps
-    if name == "triton": return TritonAttention(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, device), TritonOps()
+    if name == "triton": return TritonAttention(), TritonOps()
     if not find_spec("flashinfer"): raise RuntimeError("attn='flashinfer': not installed, `pip install miniengine[gpu]`")
     return FlashInferAttention(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, dtype, config.block_size, device, max_indices), TritonOps()
