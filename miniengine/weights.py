@@ -64,7 +64,8 @@ def read_gguf(path: Path) -> tuple[dict, dict]:
             version, n_tensors, n_values = take("IQQ")
             meta = {value(8): value(*take("I")) for _ in range(n_values)}
             infos = [(value(8), take(f"{take('I')[0]}Q"), *take("IQ")) for _ in range(n_tensors)]
-        except (struct.error, IndexError, ValueError) as e: raise ValueError(f"{path}: no whole GGUF file: {e}") from e
+        except (struct.error, ArithmeticError, LookupError, MemoryError, ValueError) as e:
+            raise ValueError(f"{path}: no whole GGUF file: {e}") from e
         start = f.tell() + -f.tell() % meta.get("general.alignment", 32)
     return meta, {name: (dims[::-1], kind, start + offset) for name, dims, kind, offset in infos}
 
