@@ -94,7 +94,6 @@ class Detokenizer:
     def __init__(self, tok: Tokenizer, stop: list[str] = (), include_stop=False, skip_special=True, min_tokens=0):
         self.table = tok.shown if skip_special else tok.table
         self.stop, self.include_stop, self.blind = list(stop), include_stop, min_tokens
-        self.longest = max(map(len, self.stop), default=0)
         self.pending = b""              # the beginning of a character
         self.held = ""                  # text that may be the beginning of a stop string
         self.stopped: str|None = None   # the stop string that was found
@@ -120,10 +119,13 @@ def hold_back(self: Detokenizer, text: str) -> str:
         end, start, self.stopped = min(found)
         self.held = ""
         return text[:end if self.include_stop else start]
-    keep = next((k for k in range(min(len(text), self.longest - 1), 0, -1)
-                 if any(s.startswith(text[-k:]) for s in self.stop)), 0)
-    self.held = text[len(text) - keep:]
-    return text[:len(text) - keep]
+    safe = len(text)
+    for s in self.stop:                                 # where could s begin, near enough to the end to be unfinished?
+        at = text.find(s[0], max(0, len(text) - len(s) + 1))
+        while at >= 0 and not s.startswith(text[at:]): at = text.find(s[0], at + 1)
+        if at >= 0: safe = min(safe, at)
+    self.held = text[safe:]
+    return text[:safe]
 
 # %% ../nbs/11_text.ipynb #7a148f5d
 @patch
