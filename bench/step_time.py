@@ -28,7 +28,7 @@ def copy_rate(gib=2):
 def measure(engine, rows, context, steps=60):
     "Median wall time per step and graph replay time, ms, with `rows` requests of about `context` tokens"
     rng, vocab = random.Random(rows), engine.model_config.vocab_size - 2000
-    params = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=steps + 400, ignore_eos=True)
     streams = [engine.add([rng.randrange(vocab) for _ in range(context)], params) for _ in range(rows)]
     while engine.scheduler.waiting or any(r.num_computed < context for r in engine.scheduler.running): engine.step()
     for _ in range(10): engine.step()
@@ -58,7 +58,7 @@ def main():
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies {rate/1e12:.2f} TB/s")
     for attn in a.attn:
         t0 = time.perf_counter()
-        e = Engine(EngineConfig(model=a.model, load_format="dummy", attn=attn, max_num_seqs=max(a.rows), max_model_len=a.context + 512, prefix_caching=False, enforce_eager=a.enforce_eager))
+        e = Engine(EngineConfig(model=a.model, load_format="dummy", attn=attn, max_num_seqs=max(a.rows), max_model_len=a.context + 1024, prefix_caching=False, enforce_eager=a.enforce_eager))
         ready, m = time.perf_counter() - t0, e.model_config
         weights = sum(p.numel()*p.element_size() for p in e.runner.model.parameters()) - (0 if m.tie_embeddings else m.vocab_size*m.hidden_size*2)
         print(f"{attn}: ready in {ready:.1f} s, weights read per step {weights/1e9:.2f} GB")
