@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['log', 'finished_log', 'SAMPLING', 'Text', 'Flag', 'Int', 'REFUSED', 'PER_TOKEN', 'WHOLE', 'EDGES', 'FINGERPRINT',
            'PLAIN', 'ServerConfig', 'failure', 'reply', 'on_error', 'listof', 'TextPart', 'Message', 'Body', 'ChatBody',
-           'TextBody', 'refuse', 'sampling', 'Metrics', 'Answer', 'null', 'sse', 'EventStream', 'Server', 'unblocked',
-           'Gate', 'StrictRequest', 'Route', 'Uvicorn', 'serve']
+           'TextBody', 'refuse', 'sampling', 'Histogram', 'Metrics', 'Answer', 'null', 'sse', 'EventStream', 'Server',
+           'unblocked', 'Gate', 'StrictRequest', 'Route', 'Uvicorn', 'serve']
 
 # %% ../nbs/13_server.ipynb #16ea30a5
 import asyncio
+import gc
 import logging
 import signal
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import distributions
@@ -22,15 +24,16 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi import Body as FromBody
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 from fastcore.basics import patch
 from orjson import dumps, loads
-from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from pydantic import BaseModel, Field, NonNegativeInt, create_model
+from starlette.exceptions import HTTPException
 
 from . import __version__
 from .config import Checked, RequestError, SamplingParams, limit
@@ -149,13 +152,21 @@ EDGES = {"time_to_first_token_seconds": (.001, .005, .01, .02, .04, .06, .08, .1
                                             "request_prefill_time", "request_decode_time")},
          **{f"request_{k}": None for k in ("prompt_tokens", "generation_tokens", "params_max_tokens", "prefill_kv_computed_tokens")}}
 
+class Histogram:
+    "Counts of observed values between fixed edges (an edge belongs to the bucket below it)"
+    def __init__(self, edges: tuple): self.edges, self.counts, self.sum = edges, [0]*(len(edges) + 1), 0.0
+
+    def observe(self, value: float):
+        "Count `value`"
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.sum += value
+
 class Metrics:
     "What happened so far, for `/metrics` and the log"
     def __init__(self, engine, model: str):
         self.engine, self.counts, self.registry = engine, Counter(), CollectorRegistry()
         self.labels, tokens = {"model_name": model, "engine": "0"}, [m*10**e for e in range(9) for m in (1, 2, 5)]
-        self.histograms = {k: Histogram(f"vllm:{k}", k, self.labels, registry=self.registry, buckets=edges or [
-            t for t in tokens if t <= engine.max_model_len] or [1]).labels(**self.labels) for k, edges in EDGES.items()}
+        self.histograms = {k: Histogram(e or [t for t in tokens if t <= engine.max_model_len]) for k, e in EDGES.items()}
         self.registry.register(self)
 
     def text(self) -> bytes:
@@ -166,20 +177,24 @@ class Metrics:
 # %% ../nbs/13_server.ipynb #6f189dc0
 @patch
 def collect(self: Metrics):
-    "For prometheus_client: gauges and counters as of now"
+    "For prometheus_client: everything as of now"
     s, c = self.engine.scheduler, self.counts
     gauges = dict(num_requests_running=len(s.running), num_requests_waiting=len(s.waiting), kv_cache_usage_perc=1 - s.pool.free/s.pool.usable)
     counters = dict(prefix_cache_queries=s.prefix_queries, prefix_cache_hits=s.prefix_hits, num_preemptions=s.num_preemptions,
                     prompt_tokens=c["prompt"], prompt_tokens_cached=c["cached"], generation_tokens=c["generation"])
     config = {k: str(v) for k, v in asdict(self.engine.config).items()} | {"num_gpu_blocks": str(s.pool.num_blocks)}
-    rows = [("gauge", k, {}, v) for k, v in gauges.items()] + [("counter", k, {}, v) for k, v in counters.items()]
-    rows += [("counter", "prompt_tokens_by_source", {"source": k}, v)
-             for k, v in {"local_compute": c["prompt"] - c["cached"], "local_cache_hit": c["cached"]}.items()]
-    rows += [("counter", "request_success", {"finished_reason": k}, c[k]) for k in ("stop", "length", "abort", "error")]
-    found = {}
-    for kind, k, extra, v in [*rows, ("gauge", "cache_config_info", config, 1)]: found.setdefault(k, Metric(f"vllm:{k}", k, kind)).add_sample(
-        f"vllm:{k}" + "_total"*(kind == "counter"), self.labels | extra, v)
-    return found.values()
+    rows = {("gauge", k): [("", {}, v)] for k, v in gauges.items()} | {("counter", k): [("_total", {}, v)] for k, v in counters.items()}
+    rows["gauge", "cache_config_info"] = [("", config, 1)]
+    rows["counter", "request_success"] = [("_total", {"finished_reason": k}, c[k]) for k in ("stop", "length", "abort", "error")]
+    rows["counter", "prompt_tokens_by_source"] = [
+        ("_total", {"source": k}, v) for k, v in dict(local_compute=c["prompt"] - c["cached"], local_cache_hit=c["cached"]).items()]
+    for k, h in self.histograms.items():
+        upto = zip((*map(float, h.edges), "+Inf"), accumulate(h.counts))
+        rows["histogram", k] = [("_bucket", {"le": str(e)}, n) for e, n in upto] + [("_count", {}, sum(h.counts)), ("_sum", {}, h.sum)]
+    for (kind, k), samples in rows.items():
+        m = Metric(f"vllm:{k}", k, kind)
+        for suffix, extra, v in samples: m.add_sample(m.name + suffix, self.labels | extra, v)
+        yield m
 
 # %% ../nbs/13_server.ipynb #20c992b9
 @patch
@@ -226,19 +241,17 @@ async def follow(self: Answer, i: int, emit):
     "Pass every delta of choice `i` to `emit(i, delta)`, and count it"
     m, req, last = self.server.metrics, self.streams[i].request, 0
     ttft, itl = (m.histograms[k].observe for k in ("time_to_first_token_seconds", "inter_token_latency_seconds"))
-    try:
-        async for d in self.streams[i]:
-            now, n = perf_counter(), len(d.token_ids)
-            if last: itl(now - last)
-            elif n:
-                ttft(now - self.start)
-                m.counts.update(prompt=req.num_prompt, cached=req.num_cached)
-                d.text = self.echo[i] + d.text
-            if n: last = now
-            self.num_output += n
-            m.counts["generation"] += n
-            await emit(i, d)
-    finally: m.finished(req, f"{self.id}-{i}", self.start, self.params.n)
+    async for d in self.streams[i]:
+        now, n = perf_counter(), len(d.token_ids)
+        if last: itl(now - last)
+        elif n:
+            ttft(now - self.start)
+            m.counts.update(prompt=req.num_prompt, cached=req.num_cached)
+            d.text = self.echo[i] + d.text
+        if n: last = now
+        self.num_output += n
+        m.counts["generation"] += n
+        await emit(i, d)
 
 @patch
 async def run(self: Answer, receive, emit):
@@ -251,6 +264,7 @@ async def run(self: Answer, receive, emit):
     finally:
         self.abort()
         for t in tasks: t.cancel()
+        for i, s in enumerate(self.streams): self.server.metrics.finished(s.request, f"{self.id}-{i}", self.start, self.params.n)
 
 # %% ../nbs/13_server.ipynb #55eae43b
 @patch
@@ -335,8 +349,8 @@ class EventStream(Response):
     def __init__(self, answer: Answer): self.answer, self.background = answer, None
 
     async def __call__(self, scope, receive, send):
-        answer, cuts = self.answer, {}
-        def put(body, more=True): return send({"type": "http.response.body", "body": body, "more_body": more})
+        answer, cuts, straight = self.answer, {}, scope["send"]
+        def put(body, more=True): return straight({"type": "http.response.body", "body": body, "more_body": more})
         def emit(i, d):
             if (c := cuts.get(i)) and d.finish_reason is None: return put(c[0] + dumps(d.text) + c[1])
             first = i not in cuts
@@ -359,6 +373,10 @@ class Server:
         self.names = self.config.served_model_name or [engine.model_name]
         self.metrics = Metrics(engine, self.names[0])
 
+    def check_model(self, name: str|None):
+        "404 for a model we don't serve"
+        if name and name not in self.names: raise RequestError(f"the model {name:.80} does not exist", "model", 404, "NotFoundError")
+
     async def health(self):
         "200 while the engine works, 503 when it doesn't"
         return Response(status_code=200 if self.engine.healthy else 503)
@@ -372,6 +390,11 @@ class Server:
         card = {"object": "model", "created": int(time()), "owned_by": "miniengine", "parent": None, "max_model_len": self.engine.max_model_len,
                 "root": self.engine.config.tokenizer or self.engine.config.model}
         return reply({"object": "list", "data": [{"id": name, **card} for name in self.names]})
+
+    async def model(self, name: str):
+        "One of them"
+        self.check_model(name)
+        return reply(next(m for m in loads((await self.models()).body)["data"] if m["id"] == name))
 
     async def info(self):
         "How this server was started and what it runs on"
@@ -409,11 +432,6 @@ async def chat_ids(self: Server, body: ChatBody) -> list[int]:
     except Exception as e: raise RequestError(f"the chat template refused the messages: {e!s:.300}", "messages") from e
 
 # %% ../nbs/13_server.ipynb #2cb0f083
-@patch
-def check_model(self: Server, name: str|None):
-    "404 for a model we don't serve"
-    if name and name not in self.names: raise RequestError(f"the model {name:.80} does not exist", "model", 404, "NotFoundError")
-
 @patch
 async def answer(self: Server, request: Request, body: Body) -> Response:
     "What both POST routes do"
@@ -479,7 +497,7 @@ class Gate:
         known = any([compare_digest(key, k.encode()) for k in self.keys]) and kind.lower() == b"bearer"
         locked = self.keys and scope["path"].startswith("/v1") and scope["method"] != "OPTIONS"
         app = reply({"error": "Unauthorized"}, 401) if locked and not known else self.app
-        await app(scope | {"id": id.decode("latin-1")}, limited, tagged)
+        await app(scope | {"id": id.decode("latin-1"), "send": send}, limited, tagged)
 
 # %% ../nbs/13_server.ipynb #a91f9f94
 class StrictRequest(Request):
@@ -497,19 +515,17 @@ class Route(APIRoute):
         return strict
 
 @patch
-def app(self: Server) -> FastAPI:
-    "The ASGI application"
+def app(self: Server):
+    "The ASGI application: the routes, inside the gate, inside CORS"
     app = FastAPI(title="miniengine", version=__version__, responses={"4XX": {"description": "OpenAI's error object"}},
-                  exception_handlers=dict.fromkeys((RequestError, RequestValidationError, RuntimeError, Exception, 400, 404, 405, 413), on_error))
+                  exception_handlers=dict.fromkeys((RequestError, RequestValidationError, HTTPException, RuntimeError, Exception), on_error))
     app.router.route_class = Route
     async def version(): return {"version": __version__}
     for path, f in {"/v1/chat/completions": self.chat, "/v1/completions": self.completions, "/tokenize": self.tokenize,
                     "/detokenize": self.detokenize, "/ping": self.health}.items(): app.add_api_route(path, f, methods=["POST"])
-    for path, f in {"/v1/models": self.models, "/health": self.health, "/ping": self.health, "/version": version, "/metrics": self.scrape,
+    for path, f in {"/v1/models": self.models, "/v1/models/{name:path}": self.model, "/health": self.health, "/ping": self.health, "/version": version, "/metrics": self.scrape,
                     "/server_info": self.info}.items(): app.add_api_route(path, f, methods=["GET"])
-    app.add_middleware(Gate, config=self.config)
-    app.add_middleware(CORSMiddleware, allow_origins=self.config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    return app
+    return CORSMiddleware(Gate(app, self.config), self.config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
 # %% ../nbs/13_server.ipynb #9fec0fc4
 @patch
@@ -533,6 +549,9 @@ class Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets=None):
         "Start the engine, listen, say so"
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 50, 100)
         await self.server.engine.start()
         self.stats = asyncio.create_task(self.server.report())
         await super().startup(sockets)
