@@ -75,8 +75,10 @@ def gguf_tensor(path: Path, shape: tuple, kind: int, offset: int) -> np.ndarray:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
     block, size = GGML_QUANT_SIZES[kind]
-    data = np.memmap(path, np.uint8, "r", offset, (*shape[:-1], shape[-1] // block * size))
-    return np.require(dequantize(np.asarray(data), GGMLQuantizationType(kind)), np.float32, "W")
+    n = int(np.prod(shape)) // block
+    data = np.asarray(np.memmap(path, np.uint8, "r", offset, n * size))
+    rows = data.reshape(np.gcd(n, 256), -1)   # fewer and longer ones than the tensor's: gguf takes 16 rows at a time
+    return np.require(dequantize(rows, GGMLQuantizationType(kind)).reshape(shape), np.float32, "W")
 
 # %% ../nbs/05_weights.ipynb #c1e74a7c
 _GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
