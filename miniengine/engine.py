@@ -60,6 +60,7 @@ class Stream:
     def abort(self):
         "Stop the request and free its blocks; harmless when it has ended"
         self.engine.scheduler.finish(self.request, "abort")
+        self.engine.streams.pop(self.request, None)
         self.wake()
 
     def __aiter__(self): return self
@@ -148,11 +149,11 @@ def add(self: Engine,
     for t in prompt_ids:
         if not 0 <= t < vocab: raise RequestError(f"token id {t} is outside of the vocabulary (0 to {vocab - 1})", "prompt")
     params.check_vocab(vocab)
-    eos = self.model_config.eos_ids or self.tokenizer.eos_ids
+    eos = dict.fromkeys((*self.tokenizer.eos_ids, *self.model_config.eos_ids))
     stops = {} if params.ignore_eos else {t: None if i == 0 else t for i, t in enumerate(eos)}
     req = Request(request_id or f"r{id(params):x}", prompt_ids, params, stops | {t: t for t in params.stop_token_ids}, salt)
     self.scheduler.add(req)
-    stream = self.streams[req] = Stream(self, req, Detokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens))
+    stream = self.streams[req] = Stream(self, req, Detokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens))
     return stream
 
 # %% ../nbs/12_engine.ipynb #ce8dace3
@@ -241,7 +242,7 @@ def generate(self: LLM,
     sampling_params: SamplingParams | list[SamplingParams] | None = None,  # one for all, or one each
     use_tqdm: bool = True,  # progress bar over finished answers
 ) -> list[RequestOutput]:  # in the order of the prompts
-    "Complete each prompt; EngineError if a step fails"
+    "Complete each prompt; if a step fails, its error comes out and all of them are given up"
     e, prompts = self.engine, [prompts] if isinstance(prompts, str) else list(prompts)
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params or SamplingParams()]*len(prompts)
     if len(params) != len(prompts): raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts", "sampling_params")
@@ -256,8 +257,11 @@ def generate(self: LLM,
             while e.has_work:
                 e.step()
                 bar.update(sum(s.request.finish_reason is not None for *_, s in streams) - bar.n)
-    except BaseException:
+    except RequestError:
         for *_, s in streams: s.abort()
+        raise
+    except BaseException as error:  # Ctrl-C too: what the step was to compute must not be found in the cache
+        e.fail([s.request for *_, s in streams], error)
         raise
     for i, k, s in streams:
         d = s.take()
@@ -282,6 +286,8 @@ class AsyncEngine:
     def __init__(self, engine: Engine):
         self.engine, self.healthy, self.draining, self.task = engine, True, False, None
         self.thread = None if engine.device.type == "cuda" else ThreadPoolExecutor(1, "miniengine-step")
+
+    def __getattr__(self, name): return getattr(self.engine, name)  # tokenizer, scheduler, config, ... of the engine
 
     async def start(self):
         "Begin to work on requests"

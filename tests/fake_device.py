@@ -157,6 +157,7 @@ class Loop:
         for r in rows:
             have, bs = len(r.req.tokens) + r.req.pending - r.sample, self.pool.block_size
             assert r.n >= 1 and r.start + r.n == r.req.num_computed <= have and r.sample == (r.start + r.n == have)
+            assert s.chunked or r.sample, "a prompt in pieces"
             assert len(r.req.blocks) == blocks_needed(r.start + r.n, bs), "a table has a block too many or too few"
         for r, behind, waits in before:  # nobody who talks is passed over
             row = next((x for x in rows if x.req is r), None)

@@ -158,6 +158,15 @@ def test_a_hit_stops_at_the_first_block_that_is_gone(evicted):
     assert len(loop.cache.match(prompt)) == 4, "what was computed again is found again, down to the old end"
 
 
+def test_a_cached_block_is_found_only_where_it_stands():
+    "B7: the same tokens after another block, or one block later, are a miss"
+    loop, a, b, c = Loop(blocks=60, budget=100), [1, 2, 3, 4], [5, 6, 5, 6], [0, 0, 0, 0]
+    loop.run(a + b + [7])
+    for prompt, want in (b + a, 0), (c + a + b, 0), (a + c + b, 4), (a + b + c, 8), (b + b + a, 4):
+        assert loop.run(prompt + [7], max_tokens=1)[-1].num_cached == want
+    assert loop.s.resumed_hits == 0, "nobody was preempted"
+
+
 @pytest.mark.parametrize("bs", [4, 16])
 def test_the_cache_changes_no_token_and_a_warm_one_saves_the_common_blocks(bs):
     "B9"

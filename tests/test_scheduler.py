@@ -28,11 +28,12 @@ class Workload(RuleBasedStateMachine):
         self.loop = Loop(blocks, bs, cache, overlap, max_num_seqs=seqs, budget=seqs + extra, chunked=chunked,
                          batching=batching, max_model_len=(blocks - 1)*bs)
 
-    @rule(head=st.integers(0, 2), n=st.integers(1, 40), tail=st.integers(0, 6), out=st.integers(1, 24),
-          stop=st.booleans(), salt=st.sampled_from([0, 0, 0, 1]), penalty=st.sampled_from([0, 0, 0, 0.5]))
-    def add(self, head, n, tail, out, stop, salt, penalty):
-        prompt = ([head]*3 + list(range(7)))*5
-        try: self.loop.add(prompt[:n] + [tail]*(n % 3), out, stop, salt, presence_penalty=penalty)
+    @rule(pieces=st.lists(st.integers(0, 2), max_size=4), tail=st.integers(0, 6), n=st.integers(0, 15),
+          out=st.integers(1, 24), stop=st.booleans(), salt=st.sampled_from([0, 0, 0, 1]),
+          penalty=st.sampled_from([0, 0, 0, 0.5]))
+    def add(self, pieces, tail, n, out, stop, salt, penalty):
+        prompt = [t for i in pieces for t in [i, *range(1, self.loop.pool.block_size)]] + [tail]*n
+        try: self.loop.add(prompt, out, stop, salt, presence_penalty=penalty)
         except RequestError: pass
         self.loop.check()
 
