@@ -60,7 +60,7 @@ def _plan(cu_q, kv_lens, indptr, items, first_row, R, W, programs, least,
     kv = tl.load(kv_lens + row, row < R, 0)
     tiles = (n + TOK - 1) // TOK
     work = tl.sum(tiles.to(tl.int64) * kv)
-    chunk = (tl.maximum(work // programs, least - UNIT).to(tl.int32) + UNIT) // UNIT * UNIT
+    chunk = (tl.maximum((work + programs - 1) // programs, least).to(tl.int32) + UNIT - 1) // UNIT * UNIT
     splits = tl.maximum((kv + chunk - 1) // chunk, 1)
     first = tl.sum(tl.where(row < r, tiles * splits, 0))
     slot = tl.sum(tl.where((row < r) & (splits > 1), tiles * splits, 0))  # only split tiles leave partial results
