@@ -122,11 +122,13 @@ def _build(self: Engine, src, progress: bool):
     if c.max_model_len and c.max_model_len > longest: raise ValueError(f"max_model_len={c.max_model_len}: the model was made for {m.max_position} tokens")
     budget = c.max_num_batched_tokens or max(c.max_num_seqs, 8192 if self.device.type == "cuda" else 512)
     attn, ops = make_attention(c, m, self.device, self.dtype, c.max_num_seqs*(blocks_needed(longest, bs) + 1))
-    if self.device.type == "cuda": torch.cuda.set_device(self.device)
+    cuda = self.device.type == "cuda"
+    if cuda: torch.cuda.set_device(self.device)
+    free = torch.cuda.mem_get_info()[0] if cuda else 0
     model = Model(m, self.dtype, self.device, longest, ops)
     load_model(model, src, m, c.load_format, progress)
     self.runner = Runner(model, attn, Sampler(min(self.tokenizer.vocab_size, m.vocab_size), c.seed), c.max_num_seqs, budget if c.chunked_prefill else max(budget, longest), bs)
-    num_blocks = self.runner.size_cache(c, c.max_num_seqs*blocks_needed(longest, bs))
+    num_blocks = self.runner.size_cache(c, c.max_num_seqs*blocks_needed(longest, bs), free)
     self.max_model_len = min(longest, (num_blocks - 1)*bs)
     if c.max_model_len and self.max_model_len < c.max_model_len: raise ValueError(
         f"max_model_len={c.max_model_len} needs {blocks_needed(c.max_model_len, bs)} KV blocks, memory has room for {num_blocks - 1}: lower it, or give the cache more memory")
@@ -134,7 +136,7 @@ def _build(self: Engine, src, progress: bool):
     self.pool = BlockPool(num_blocks, bs)
     cache = PrefixCache(self.pool) if c.prefix_caching else None
     self.scheduler = Scheduler(self.pool, cache, c.max_num_seqs, budget, self.max_model_len, c.chunked_prefill, c.batching)
-    if self.device.type == "cuda" and not c.enforce_eager: self.runner.capture(lambda sizes: tqdm(sizes, "capturing CUDA graphs", disable=not progress))
+    if cuda and not c.enforce_eager: self.runner.capture(lambda sizes: tqdm(sizes, "capturing CUDA graphs", disable=not progress))
 
 # %% ../nbs/12_engine.ipynb #761b4aa4
 @patch

@@ -114,10 +114,12 @@ class Model(nn.Module):
         super().__init__()
         self.cfg, self.ops = cfg, ops or TorchOps()
         with torch.device("meta"):
-            self.model = nn.ModuleDict(dict(embed_tokens=nn.Embedding(cfg.vocab_size, cfg.hidden_size),
+            self.model = nn.ModuleDict(dict(embed_tokens=nn.Embedding(cfg.vocab_size, cfg.hidden_size, _weight=torch.empty(cfg.vocab_size, cfg.hidden_size)),
                 layers=nn.ModuleList(_block(cfg) for _ in range(cfg.num_layers)), norm=nn.RMSNorm(cfg.hidden_size)))
             if not cfg.tie_embeddings: self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
-        self.requires_grad_(False).to(dtype).to_empty(device=device)
+        for module in self.modules():
+            for name, p in module._parameters.items():
+                if p is not None: module._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device), requires_grad=False)
         self.rope = rope_table(cfg, max_len or cfg.max_position, device)
 
 # %% ../nbs/04_model.ipynb #c8f1490f

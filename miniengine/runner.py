@@ -176,12 +176,13 @@ def run(self: Runner,
     batch, rows, dev, meta, size, plain = job
     if plain or not size: self.attn.plan(meta, size)
     if self.cuda: self.copied.record()
-    if size: (graph, out) = (self.graphs if plain else self.mixed)[size]
-    if size: graph.replay()
-    else: out = self._hidden(dev, meta, self.attn)
+    if size:
+        graph, hidden = (self.graphs if plain else self.mixed)[size]
+        graph.replay()
+    else: hidden = self._hidden(dev, meta, self.attn)
     if not rows: return Handle(batch, torch.zeros(0, dtype=torch.int64))
-    logits = out[:len(rows)] if size and plain else self.model.logits(out if plain else out[dev["sample"][:len(rows)]])
-    tokens, logprobs = self.sampler(logits, rows)
+    hidden = hidden[:len(rows)] if plain else hidden[dev["sample"][:len(rows)]]
+    tokens, logprobs = self.sampler(self.model.logits(hidden), rows)
     if not self.cuda: return Handle(batch, tokens, logprobs)
     self.last[dev["row_slot"][:len(rows)]] = tokens
     self.out.reverse()
@@ -219,6 +220,7 @@ def _dummy(self: Runner, num_tokens: int, num_rows: int):
 def size_cache(self: Runner,
     config: EngineConfig,  # memory limits
     useful: int,  # blocks beyond which more would never be used
+    free_before: int = 0,  # free memory of the GPU before the weights were loaded, in bytes
 ) -> int:
     "Number of KV blocks that fit; RuntimeError that says what to change if it is too few"
     if config.num_blocks: return config.num_blocks
@@ -228,19 +230,20 @@ def size_cache(self: Runner,
         self._dummy(self.max_tokens, min(self.max_num_seqs, self.max_tokens))
         self._dummy(min(self.max_tokens, self.max_num_seqs), min(self.max_tokens, self.max_num_seqs))
         torch.cuda.synchronize()
-        peak, (unused, total) = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()
-        outside = total - unused - torch.cuda.memory_reserved()  # the driver, libraries, other processes
+        peak, (unused, total), reserved = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
+        ours = max(0, free_before - unused - reserved)  # what the driver and libraries took for this process, outside of PyTorch
         limit = config.gpu_memory_limit or int(total*config.gpu_memory_utilization)
-        free, hint = limit - peak - outside - (0 if config.enforce_eager else 512 << 20), "gpu_memory_utilization or gpu_memory_limit"
+        free = min(limit, free_before) - ours - peak - (0 if config.enforce_eager else 512 << 20)
+        if config.kv_cache_memory: free = config.kv_cache_memory
+        hint = "gpu_memory_utilization or gpu_memory_limit"
         torch.cuda.empty_cache()
-        if config.kv_cache_memory: free = min(free, config.kv_cache_memory)
     if (n := free//self.block_bytes()) < 2: raise RuntimeError(f"no memory left for the KV cache ({free/2**30:.2f} GiB): raise {hint}, or lower max_num_batched_tokens")
     return int(min(n, useful + 1))
 
 # %% ../nbs/09_runner.ipynb #9adbada8
 @patch
 def _capture(self: Runner, tokens: int, attn, mixed: bool, pool):
-    "Record a step of padding only: `(graph, output)`, logits of a decode step or hidden states of a mixed one"
+    "Record a step of padding only: the graph and the hidden states it leaves"
     rows = min(tokens, self.max_num_seqs)
     where, base = layout(tokens, rows)
     self.host[:base + rows] = 0
@@ -250,15 +253,12 @@ def _capture(self: Runner, tokens: int, attn, mixed: bool, pool):
     dev, names = {k: self.buffer[s] for k, s in where.items()}, ("cu_q", "kv_lens", "indptr")
     meta = StepMeta(dev["positions"], dev["slots"], *(dev[k] for k in names), self.buffer[base:], num_decodes=0 if mixed else rows, max_q=tokens if mixed else 1,
                     host={k: h[k] for k in names} | dict(indices=self.host[base:base + rows]))
-    def step():
-        hidden = self._hidden(dev, meta, attn)
-        return hidden if mixed else self.model.logits(hidden)
     attn.plan(meta, tokens)
-    step()
+    self._hidden(dev, meta, attn)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool): out = step()
-    return graph, out
+    with torch.cuda.graph(graph, pool=pool): hidden = self._hidden(dev, meta, attn)
+    return graph, hidden
 
 @patch
 @torch.inference_mode()
@@ -286,12 +286,16 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cuda": return torch.bfloat16
     def seconds(dtype):
         x, w, best = torch.ones(16, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype), 1e9
-        for _ in range(4):
+        for _ in range(10):
             t = time.perf_counter()
             F.linear(x, w)
             best = min(best, time.perf_counter() - t)
         return best
-    return torch.bfloat16 if seconds(torch.bfloat16)*1.2 < seconds(torch.float32) else torch.float32
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would decide the race
+    half, full = seconds(torch.bfloat16), seconds(torch.float32)
+    torch.set_num_threads(threads)
+    return torch.bfloat16 if 1.2*half < full else torch.float32
 
 def make_attention(config: EngineConfig, cfg: ModelConfig, device: torch.device, dtype: torch.dtype, max_indices: int):
     "The attention backend `config.attn` names, and the small operations that go with the device: `(attention, ops)`"
