@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ARCHS', 'RequestError', 'check', 'limit', 'Checked', 'ModelConfig', 'rope_of', 'refuse_unsupported', 'eos_of',
-           'parse_size', 'EngineConfig', 'SamplingParams']
+           'parse_size', 'EngineConfig', 'ServerConfig', 'SamplingParams']
 
 # %% ../nbs/01_config.ipynb #cbd14f1e
 import re
@@ -169,6 +169,26 @@ def rules(self: EngineConfig):
     yield "max_num_batched_tokens", f"at least max_num_seqs ({seqs})", tokens >= seqs
     yield "max_num_batched_tokens", f"at least max_model_len ({length}) without chunked_prefill", (
         self.chunked_prefill or tokens >= length)
+
+# %% ../nbs/01_config.ipynb #d1628e69
+@dataclass
+class ServerConfig(Checked):
+    "How the engine is offered over HTTP; every field is a flag of `miniengine serve`"
+    host: str = "127.0.0.1"                       # address to listen on; 0.0.0.0 for all
+    port: int = limit(8000, lo=0, hi=65535)       # 0 = any free one
+    served_model_name: list[str] = field(default_factory=list) # names clients may use; answers carry the first
+    api_key: list[str] = field(default_factory=list) # bearer tokens that open /v1 (default: open to everybody)
+    max_queue: int|None = limit(None, lo=0)       # requests beyond max_num_seqs + this get a 503
+    max_choices: int = limit(128, lo=1)           # most prompts times n in one request
+    max_body: int = limit(16 << 20, lo=1)         # largest request body, in bytes
+    drain: float = limit(10.0, lo=0)              # seconds that running requests get at shutdown
+    log_requests: bool = True                     # a line for each finished request
+    access_log: bool = False                      # a line for each HTTP request
+    allowed_origins: list[str] = field(default_factory=lambda: ["*"]) # web pages that may call us (CORS)
+
+    def rules(self):
+        "An empty key would let everybody in"
+        yield "api_key", "made of non-empty keys", all(self.api_key)
 
 # %% ../nbs/01_config.ipynb #018f6095
 @dataclass
