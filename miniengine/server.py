@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['log', 'finished_log', 'SAMPLING', 'SHARED', 'Body', 'REFUSED', 'FIRST', 'PER_TOKEN', 'WHOLE', 'STEPS', 'COUNTS',
-           'EDGES', 'FINGERPRINT', 'PLAIN', 'Id', 'DetokenizeBody', 'ServerConfig', 'failure', 'reply', 'on_error',
-           'listof', 'ChatBody', 'TextBody', 'refuse', 'sampling', 'Histogram', 'Metrics', 'Answer', 'null', 'sse',
-           'EventStream', 'Server', 'unblocked', 'Gate', 'StrictRequest', 'Route', 'Uvicorn', 'serve']
+           'EDGES', 'FINGERPRINT', 'PLAIN', 'Id', 'DetokenizeBody', 'failure', 'reply', 'on_error', 'listof',
+           'ChatBody', 'TextBody', 'refuse', 'sampling', 'Histogram', 'Metrics', 'Answer', 'null', 'sse', 'EventStream',
+           'Server', 'unblocked', 'Gate', 'StrictRequest', 'Route', 'Uvicorn', 'serve']
 
 # %% ../nbs/13_server.ipynb #16ea30a5
 import asyncio
@@ -15,7 +15,7 @@ import logging
 import signal
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields, replace
 from importlib.metadata import distributions
 from itertools import accumulate
 from secrets import compare_digest, token_hex
@@ -35,29 +35,9 @@ from pydantic import Field, create_model
 from starlette.exceptions import HTTPException
 
 from . import __version__
-from .config import Checked, RequestError, SamplingParams, limit
+from .config import RequestError, SamplingParams, ServerConfig
 
 log, finished_log = logging.getLogger("miniengine"), logging.getLogger("miniengine.requests")
-
-# %% ../nbs/13_server.ipynb #2c408961
-@dataclass
-class ServerConfig(Checked):
-    "How the engine is offered over HTTP; every field is a flag of `miniengine serve`"
-    host: str = "127.0.0.1"                       # address to listen on; 0.0.0.0 for all
-    port: int = limit(8000, lo=0, hi=65535)       # 0 = any free one
-    served_model_name: list[str] = field(default_factory=list) # names clients may use; answers carry the first
-    api_key: list[str] = field(default_factory=list) # bearer tokens that open /v1 (default: open to everybody)
-    max_queue: int|None = limit(None, lo=0)       # requests beyond max_num_seqs + this get a 503
-    max_choices: int = limit(128, lo=1)           # most prompts times n in one request
-    max_body: int = limit(16 << 20, lo=1)         # largest request body, in bytes
-    drain: float = limit(10.0, lo=0)              # seconds that running requests get at shutdown
-    log_requests: bool = True                     # a line for each finished request
-    access_log: bool = False                      # a line for each HTTP request
-    allowed_origins: list[str] = field(default_factory=lambda: ["*"]) # web pages that may call us (CORS)
-
-    def rules(self):
-        "An empty key would let everybody in"
-        yield "api_key", "made of non-empty keys", all(self.api_key)
 
 # %% ../nbs/13_server.ipynb #945e3963
 def failure(e: Exception) -> dict:
