@@ -1,7 +1,7 @@
 """The demo model with its real weights, greedy in float32, against `transformers`.
 
-Independent here: transformers itself reads the GGUF file (its own reader, dequantisation and q/k permutation; the config
-is written out below), so that nothing of `miniengine.weights` or `miniengine.model` is on its side. Only the token ids
+Independent here: transformers itself reads the GGUF file (its own reader, dequantisation and q/k permutation; the
+config is written out below). Nothing of `miniengine.weights` or `miniengine.model` is on its side. Only the token ids
 of the prompts are shared: tests/test_text.py and tests/test_weights.py hold the tokenizer to account.
 
 `transformers` picks the same 64 tokens exactly if, after each prefix of our answer, its highest score is our next one.
