@@ -3,10 +3,12 @@
 
     python bench/sse_rate.py --streams 250 1000 --tokens 300
 
-The server runs in a process of its own: uvicorn, uvloop and httptools as `miniengine serve` sets them up, with the real engine, scheduler, cache
-and detokenizer, on a runner that only makes up tokens (tests/fake_engine.py). This process opens N connections over loopback
-and counts events. CPU time is the server process's, from the moment all streams run to the moment the first ends, so that connecting
-and parsing requests isn't in it. `engine alone` is the same engine in this process with readers instead of a server: the difference is what HTTP costs.
+The server runs in a process of its own: uvicorn, uvloop and httptools as `miniengine serve` sets them up, with the
+real engine, scheduler, cache
+and detokenizer, on a runner that only makes up tokens (tests/fake_engine.py). This process opens N connections over
+loopback and counts events. CPU time is the server process's, from the moment all streams run to the moment the first
+ends, so that connecting and parsing requests isn't in it. `engine alone` is the same engine in this process with readers
+instead of a server: the difference is what HTTP costs.
 """
 
 import argparse
@@ -90,7 +92,8 @@ class Measure:
 
 async def drive(port, pid, streams, tokens):
     body = json.dumps(BODY | {"max_tokens": tokens}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     m, loop = Measure(pid, streams), asyncio.get_running_loop()
     for _ in range(streams):
         await loop.create_connection(lambda: Client(head.encode() + body, m), "127.0.0.1", port)
@@ -151,15 +154,22 @@ def main():
             r = dict(streams=n, tokens=a.tokens, **r, engine_alone_us=1e6 * uvloop.run(alone(n, a.tokens)))
             out.append(r)
             print(
-                f"{n:5} streams: {r['user_us'] + r['kernel_us']:5.1f} µs of server CPU per event ({r['user_us']:.1f} user, {r['kernel_us']:.1f} kernel; "
-                f"engine alone {r['engine_alone_us']:.1f}), client {r['client_us']:.1f}, {r['events_per_s']:,.0f} events/s, "
+                f"{n:5} streams: {r['user_us'] + r['kernel_us']:5.1f} µs of server CPU per event ({r['user_us']:.1f} user, "
+                f"{r['kernel_us']:.1f} kernel; engine alone {r['engine_alone_us']:.1f}), "
+                f"client {r['client_us']:.1f}, {r['events_per_s']:,.0f} events/s, "
                 f"{r['events_per_token']:.3f} events per token",
                 flush=True,
             )
         mid = median(r["user_us"] + r["kernel_us"] for r in out if r["streams"] == n)
         print(f"{n:5} streams: median {mid:.1f} µs per event, {1e6 / mid:,.0f} events/s and core")
     if a.json:
-        Path(a.json).write_text(json.dumps(out, indent=1))
+        from importlib.metadata import version
+
+        cpu_name = next(x.split(": ")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name"))
+        env = {k: version(k) for k in ("uvicorn", "uvloop", "httptools", "fastapi", "orjson")}
+        env |= dict(cpu=cpu_name, cores=os.cpu_count(), python=sys.version.split()[0], load=os.getloadavg()[0])
+        Path(a.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(a.json).write_text(json.dumps(dict(env=env, command=" ".join(sys.argv), runs=out), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 "The command line: flags from dataclasses, instant help, one-line errors, chat and generate on a model that echoes"
+
 import argparse
 import io
 import os
@@ -36,20 +37,42 @@ def test_each_field_is_a_flag_with_help(cls):
 
 
 def test_flags_reach_the_configs():
-    a = parse("serve", "some/model", "--max-num-seqs", "8", "--no-overlap", "--dtype", "float16", "--gpu-memory-limit", "24GiB",
-              "--api-key", "a", "b", "--drain", "2.5", "--no-log-requests", "--max-model-len", "100")
-    assert cli.made(EngineConfig, a) == EngineConfig(model="some/model", max_num_seqs=8, overlap=False, dtype="float16",
-                                                     gpu_memory_limit=24 << 30, max_model_len=100)
+    a = parse(
+        "serve",
+        "some/model",
+        "--max-num-seqs",
+        "8",
+        "--no-overlap",
+        "--dtype",
+        "float16",
+        "--gpu-memory-limit",
+        "24GiB",
+        "--api-key",
+        "a",
+        "b",
+        "--drain",
+        "2.5",
+        "--no-log-requests",
+        "--max-model-len",
+        "100",
+    )
+    assert cli.made(EngineConfig, a) == EngineConfig(
+        model="some/model", max_num_seqs=8, overlap=False, dtype="float16", gpu_memory_limit=24 << 30, max_model_len=100
+    )
     assert cli.made(ServerConfig, a) == ServerConfig(api_key=["a", "b"], drain=2.5, log_requests=False)
     assert cli.made(EngineConfig, parse("serve", "--model", "x")).model == "x"
     assert cli.made(EngineConfig, parse("generate", "a text", "x")).model == "x"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["serve", "--help"], ["chat", "--help"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["serve", "--help"], ["chat", "--help"], ["generate", "--help"]]
+)
 def test_help_comes_without_anything_heavy(args):
     heavy = "torch transformers fastapi pydantic uvicorn numpy plotly".split()
-    code = ("import sys, miniengine.cli as c\ntry: c.main(%r)\nexcept SystemExit as e: assert not e.code\n"
-            "print([m for m in %r if m in sys.modules], file=sys.stderr)") % (args, heavy)
+    code = (
+        "import sys, miniengine.cli as c\ntry: c.main(%r)\nexcept SystemExit as e: assert not e.code\n"
+        "print([m for m in %r if m in sys.modules], file=sys.stderr)"
+    ) % (args, heavy)
     r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert r.returncode == 0 and r.stderr.strip() == "[]" and r.stdout
 
@@ -60,19 +83,27 @@ def test_the_package_imports_in_a_moment_and_names_its_public_parts():
     assert time.perf_counter() - start < 2, "0.1 s on an idle machine"
     assert run("--version").stdout.strip() == f"miniengine {__version__}"
     import miniengine
+
     assert miniengine.SamplingParams(n=2).n == 2 and "LLM" in miniengine.__all__
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"): miniengine.Nothing
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        miniengine.Nothing
 
 
-@pytest.mark.parametrize("args, words", [
-    (["serve", "--max-num-seqs", "0"], "max_num_seqs must be"),
-    (["serve", "--port", "70000"], "port must be"),
-    (["serve", "--block-size", "12"], "block_size must be"),
-    (["chat", "--temperature", "3"], "temperature must be"),
-    (["generate", "hi", "--top-p", "0"], "top_p must be"),
-    (["generate", "hi", "/no/such/model"], "/no/such/model"),
-    (["bench", "serve", "--dataset-name", "random", "--base-url", "http://127.0.0.1:9", "--num-prompts", "1"], "miniengine bench"),
-])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["serve", "--max-num-seqs", "0"], "max_num_seqs must be"),
+        (["serve", "--port", "70000"], "port must be"),
+        (["serve", "--block-size", "12"], "block_size must be"),
+        (["chat", "--temperature", "3"], "temperature must be"),
+        (["generate", "hi", "--top-p", "0"], "top_p must be"),
+        (["generate", "hi", "/no/such/model"], "/no/such/model"),
+        (
+            ["bench", "serve", "--dataset-name", "random", "--base-url", "http://127.0.0.1:9", "--num-prompts", "1"],
+            "miniengine bench",
+        ),
+    ],
+)
 def test_what_the_user_did_wrong_is_told_in_one_line(args, words):
     r = run(*args, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert r.returncode == 1 and words in r.stderr and "Traceback" not in r.stderr, r.stderr
@@ -80,7 +111,8 @@ def test_what_the_user_did_wrong_is_told_in_one_line(args, words):
 
 
 def test_unknown_commands_and_flags_are_refused():
-    for args in [], ["fly"], ["serve", "--wings"], ["serve", "--max-num", "3"]: assert run(*args).returncode == 2
+    for args in [], ["fly"], ["serve", "--wings"], ["serve", "--max-num", "3"]:
+        assert run(*args).returncode == 2
 
 
 def test_a_traceback_for_those_who_want_it():
@@ -89,6 +121,7 @@ def test_a_traceback_for_those_who_want_it():
 
 
 # --- generate and chat, in this process ---
+
 
 @pytest.fixture
 def fake(monkeypatch):
@@ -112,17 +145,24 @@ def test_chat_remembers_what_was_said_until_new(fake, monkeypatch, capsys):
     fake.tokenizer.chat = lambda messages: asked.append(messages) or [97, 98]
 
     def answer(prompt):
-        try: return next(said)
-        except StopIteration: raise EOFError from None
+        try:
+            return next(said)
+        except StopIteration:
+            raise EOFError from None
+
     monkeypatch.setattr("builtins.input", answer)
     assert cli.main(["chat", "--system", "be brief"]) == 0
     roles = [[(m["role"], m["content"]) for m in ms] for ms in asked]
     system, a = ("system", "be brief"), ("assistant", "ba")
-    assert roles == [[system, ("user", "one")], [system, ("user", "one"), a, ("user", "two")], [system, ("user", "three")]]
+    assert roles == [
+        [system, ("user", "one")],
+        [system, ("user", "one"), a, ("user", "two")],
+        [system, ("user", "three")],
+    ]
 
 
 def test_chat_goes_on_after_a_message_that_does_not_fit(fake, monkeypatch, capsys):
-    said = iter(["x"*600, "ok"])
+    said = iter(["x" * 600, "ok"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said, None) or (_ for _ in ()).throw(EOFError))
     assert cli.main(["chat"]) == 0
     out, err = capsys.readouterr()
@@ -134,8 +174,10 @@ def test_ctrl_c_stops_an_answer_and_leaves_the_engine_usable(fake, monkeypatch, 
 
     def interrupted(job):
         steps.append(1)
-        if len(steps) == 4: raise KeyboardInterrupt
+        if len(steps) == 4:
+            raise KeyboardInterrupt
         return real(job)
+
     fake.runner.run = interrupted
     params = cli.SamplingParams(max_tokens=50, ignore_eos=True)
     assert cli.say(fake, list(b"0123456789abcdefghij"), params) == "jih"
@@ -155,13 +197,19 @@ def test_api_keys_may_come_from_the_environment(monkeypatch, fake):
 @pytest.mark.slow
 def test_serve_with_the_demo_model_from_start_to_ctrl_c():
     import httpx
+
     p = subprocess.Popen([*RUN, "serve", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         lines = iter(p.stdout.readline, "")
         url = next(x for x in lines if "serves" in x).split(" at ")[1].split()[0]
-        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8, "temperature": 0}
+        body = {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         r = httpx.post(url + "/v1/chat/completions", json=body, timeout=60)
         assert "Paris" in r.json()["choices"][0]["message"]["content"]
         p.send_signal(signal.SIGINT)
         assert p.wait(20) == 0 and "Traceback" not in p.stderr.read()
-    finally: p.kill()
+    finally:
+        p.kill()

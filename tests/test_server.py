@@ -74,7 +74,8 @@ async def test_chat_has_vllms_fields_in_vllms_order():
         assert (
             list(r)
             == (
-                "id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids prompt_text "
+                "id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids "
+                "prompt_text "
                 "kv_transfer_params ec_transfer_params metrics"
             ).split()
         )
@@ -93,7 +94,10 @@ async def test_text_completion_has_vllms_fields_in_vllms_order():
         r = await post(c, TEXT, {"prompt": "abc"})
         assert (
             list(r)
-            == "id object created model choices service_tier system_fingerprint usage kv_transfer_params ec_transfer_params metrics".split()
+            == (
+                "id object created model choices service_tier system_fingerprint usage kv_transfer_params "
+                "ec_transfer_params metrics"
+            ).split()
         )
         assert (
             list(r["choices"][0])
@@ -847,9 +851,10 @@ json_values = st.recursive(
 )
 small = st.integers(-3, 30) | st.floats(-1, 3) | json_values
 FIELDS = st.sampled_from(
-    """n temperature top_p top_k min_p seed max_tokens min_tokens stop stop_token_ids ignore_eos presence_penalty frequency_penalty
-    repetition_penalty logprobs top_logprobs logit_bias stream stream_options echo model max_completion_tokens add_generation_prompt request_id
-    cache_salt chat_template_kwargs continue_final_message skip_special_tokens tools response_format suffix best_of""".split()
+    """n temperature top_p top_k min_p seed max_tokens min_tokens stop stop_token_ids ignore_eos presence_penalty
+    frequency_penalty repetition_penalty logprobs top_logprobs logit_bias stream stream_options echo model
+    max_completion_tokens add_generation_prompt request_id cache_salt chat_template_kwargs continue_final_message
+    skip_special_tokens tools response_format suffix best_of""".split()
 )
 prompts = (
     st.text(max_size=20)
@@ -940,7 +945,8 @@ async def test_a_slow_reader_loses_nothing_and_holds_up_nobody():
         body = json.dumps(LONG | {"max_tokens": 25_000, "stream": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]), limit=1024)
         writer.write(
-            b"POST %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            b"POST %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
             % (TEXT.encode(), len(body))
             + body
         )
@@ -976,7 +982,8 @@ SERVER = """
 import logging, sys; sys.path.insert(0, {tests!r}); logging.basicConfig(level="INFO")
 from fake_engine import FakeEngine
 from miniengine.server import serve, ServerConfig
-serve(lambda: FakeEngine(step_time=0.005), ServerConfig(port={port}, drain={drain}), lambda url, server: print(url, flush=True))
+config = ServerConfig(port={port}, drain={drain})
+serve(lambda: FakeEngine(step_time=0.005), config, lambda url, server: print(url, flush=True))
 """
 
 
@@ -1060,8 +1067,11 @@ async def test_the_openai_client_understands_us():
         await c.close()
 
 
-async def test_many_streams_with_faults_in_between_get_exactly_their_tokens():
-    async with listening(ServerConfig(log_requests=False), max_num_seqs=50, num_blocks=300, step_time=0.001) as (
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_many_streams_with_faults_in_between_get_exactly_their_tokens(overlap):
+    async with listening(
+        ServerConfig(log_requests=False), max_num_seqs=50, num_blocks=300, step_time=0.001, overlap=overlap
+    ) as (
         url,
         e,
         u,
