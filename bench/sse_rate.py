@@ -7,8 +7,8 @@ The server runs in a process of its own: uvicorn, uvloop and httptools as `minie
 real engine, scheduler, cache
 and detokenizer, on a runner that only makes up tokens (tests/fake_engine.py). This process opens N connections over
 loopback and counts events. CPU time is the server process's, from the moment all streams run to the moment the first
-ends, so that connecting and parsing requests isn't in it. `engine alone` is the same engine in this process with readers
-instead of a server: the difference is what HTTP costs.
+ends, so that connecting and parsing requests isn't in it. `engine alone` is the same engine in this process with
+readers instead of a server: the difference is what HTTP costs.
 """
 
 import argparse
@@ -154,8 +154,8 @@ def main():
             r = dict(streams=n, tokens=a.tokens, **r, engine_alone_us=1e6 * uvloop.run(alone(n, a.tokens)))
             out.append(r)
             print(
-                f"{n:5} streams: {r['user_us'] + r['kernel_us']:5.1f} µs of server CPU per event ({r['user_us']:.1f} user, "
-                f"{r['kernel_us']:.1f} kernel; engine alone {r['engine_alone_us']:.1f}), "
+                f"{n:5} streams: {r['user_us'] + r['kernel_us']:5.1f} µs of server CPU per event "
+                f"({r['user_us']:.1f} user, {r['kernel_us']:.1f} kernel; engine alone {r['engine_alone_us']:.1f}), "
                 f"client {r['client_us']:.1f}, {r['events_per_s']:,.0f} events/s, "
                 f"{r['events_per_token']:.3f} events per token",
                 flush=True,

@@ -74,8 +74,8 @@ async def test_chat_has_vllms_fields_in_vllms_order():
         assert (
             list(r)
             == (
-                "id object created model choices service_tier system_fingerprint usage prompt_logprobs prompt_token_ids "
-                "prompt_text "
+                "id object created model choices service_tier system_fingerprint usage prompt_logprobs "
+                "prompt_token_ids prompt_text "
                 "kv_transfer_params ec_transfer_params metrics"
             ).split()
         )
