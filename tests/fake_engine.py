@@ -1,8 +1,8 @@
 """The real engine, scheduler, cache and detokenizer, on a runner that computes nothing.
 
 The "model" says the prompt's bytes backwards, then the end token (and over again with `ignore_eos`), so that each
-request can tell whether it got its own tokens. Set `engine.answer` to say something else (a function from request to token
-ids), `fail_at` to make that step raise, `step_time` to slow the steps down.
+request can tell whether it got its own tokens. Set `engine.answer` to say something else (a function from request to
+token ids), `fail_at` to make that step raise, `step_time` to slow the steps down.
 """
 
 from time import perf_counter
