@@ -5,6 +5,7 @@
 
 Written by hand rather than by a plotting library: a few kilobytes, no fonts inside, and colours that read on a white and on a dark page.
 """
+# ruff: noqa: E401, E501
 import argparse, math
 from pathlib import Path
 

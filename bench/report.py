@@ -10,6 +10,7 @@ Layout of the results, all optional, so that what is measured later shows up wit
     <machine>/capacity.json                     sequences in 24 GiB
     sse_rate.json                               bench/sse_rate.py
 """
+# ruff: noqa: E401, E501
 import ast, io, json, math, random, re, sys, tokenize
 from functools import lru_cache
 from pathlib import Path
@@ -275,16 +276,32 @@ def hit_table():
 
 # --- capacity ---
 def draw_lengths(n, prompt, output, limit=8192, seed=0, sigma=0.9):
-    "`n` pairs of prompt and output length: log-normal, with these means"
-    rng = random.Random(seed)
-    one = lambda mean: max(4, min(limit//2, round(mean*math.exp(sigma*rng.gauss(0, 1) - sigma*sigma/2))))
-    return [(one(prompt), one(output)) for _ in range(n)]
+    "`n` pairs of prompt and output length: log-normal around these means, pairs that exceed `limit` together drawn again"
+    rng, out = random.Random(seed), []
+    one = lambda mean: max(4, round(mean*math.exp(sigma*rng.gauss(0, 1) - sigma*sigma/2)))
+    while len(out) < n:
+        p, o = one(prompt), one(output)
+        if p + o <= limit: out.append((p, o))
+    return out
 
 
 def draw_waste(block, prompt=232, output=195):
     "Share of the allocated slots that hold no token, for finished sequences of such lengths"
     from miniengine.kv_blocks import fragmentation
     return fragmentation([p + o for p, o in draw_lengths(2000, prompt, output)], block)
+
+
+def capacity_rows(data, means, n=700):
+    "[(mean tokens, all at their final length, at once before the first preemption, contiguous)] in 24 GiB, per pair of nominal means"
+    g, out = gib24(data), []
+    for prompt, output in means:
+        pairs = draw_lengths(n, prompt, output)
+        mean, blocks = sum(p + o for p, o in pairs)/n, sum(-(-(p + o)//16) for p, o in pairs)/n
+        out.append((mean, int(g["blocks"]/blocks), capacity(g["blocks"], pairs), g["contiguous"]))
+    return out
+
+
+MEANS = [(232, 195), (1200, 400), (2650, 500), (4000, 1000)]   # nominal; the first are ShareGPT's in the sweep
 
 
 def capacity(num_blocks, lengths, limit=8192):
@@ -310,6 +327,116 @@ def gib24(data, rest=2.0):
     per, kv = kv_bytes(cfg), 24 - weights - rest
     tokens = int(kv*2**30/per)
     return dict(weights=weights, kv=kv, per_token=per, tokens=tokens, blocks=tokens//16, contiguous=tokens//8192)
+
+
+# --- the gap, and the gate ---
+def decode_split(kernels, steps):
+    "`step_split` of the file that has our Triton kernel"
+    return step_split(kernels, next(d for d in steps if any((r["attn"], r["rows"], r["context"]) == ("triton", 32, 1024) for r in d["results"])))
+
+
+def switched(engines, word):
+    "What a measured variation (`miniengine-no-overlap`: word `overlap`) costs, in words; None if it wasn't measured"
+    name = next((n for n in variations(engines) if word in n), None)
+    if not name: return None
+    parts = []
+    for r in [r for r in ("8", "32", "inf") if r in engines[name] and r in engines["miniengine"]]:
+        a, b = engines[name][r], engines["miniengine"][r]
+        parts.append(f"{r}: ITL mean {a['mean_itl_ms']/b['mean_itl_ms']:.2f}×, TTFT mean {a['mean_ttft_ms']/b['mean_ttft_ms']:.2f}×, tok/s {a['output_throughput']/b['output_throughput']:.2f}×")
+    return "at req/s " + "; ".join(parts)
+
+
+def gap_rows(data, kernels, steps, budget=8192):
+    "[(component, measured contribution, where the fix goes)]"
+    e = data["7b"]; ours, theirs = e["miniengine"]["inf"], e["vllm"]["inf"]
+    p, q = prefill_rate(ours), prefill_rate(theirs)
+    s = decode_split(kernels, steps)
+    at = lambda r, c: next(x for x in decode_rows(kernels) if x[:2] == (r, c))
+    long, mid = at(128, 8192), at(32, 1024)
+    fa = next(x for x in kernels["prefill"] if (x["model"], x["context"], x["rows"]) == ("qwen2.5-7b", 2048, 4))
+    cost = sse_cost(); n = max(cost)
+    share = data["1.5b"]["miniengine"]["inf"]["output_throughput"]*cost[n]/1e4
+    out = []
+    if p and q:
+        lost = theirs["miniengine"]["prefix_cache"]["hits"] - ours["miniengine"]["prefix_cache"]["hits"]
+        out += [
+            ("Prefill, all requests at once", f"{p:,.0f} prompt tokens/s against {q:,.0f}: {p/q:.2f}×. TTFT mean {ours['mean_ttft_ms'] - theirs['mean_ttft_ms']:+,.0f} ms", "`runner.py`, `model.py`"),
+            ("Mixed prefill and decode", f"a step of {budget:,} tokens lasts {1e3*budget/p:.0f} ms at that rate (vLLM {1e3*budget/q:.0f}). ITL p99 is {ours['p99_itl_ms']:.0f} ms against {theirs['p99_itl_ms']:.0f}: "
+             f"{ours['p99_itl_ms'] - 1e3*budget/p:.0f} ms of ours not explained", "`scheduler.py`: fewer prompt tokens in a step while others decode"),
+            ("Fewer prefix hits", f"{lost:,.0f} tokens computed again, {1e3*lost/p:.0f} ms in all", "not known: the caches were warm with different prompts")]
+    return out + [
+        ("Decode step above the floor, 32 × 1,024", f"{s['total']:.2f} of {s['graph']:.2f} ms: the sum of the next three", ""),
+        ("– attention", f"{s['attention']:.2f} ms", "`triton_attention.py`"),
+        ("– small fused kernels", f"{s['fused']:.2f} ms", "`triton_attention.py`: fuse into the products"),
+        ("– matrix products and launch gaps, by subtraction", f"{s['rest']:.2f} ms", "`model.py`: cuBLAS below copy bandwidth"),
+        ("Scheduler, packing, commit in Python", f"{s['host']:.2f} ms of a step are visible; the overlap hides the rest", "`engine.py`, `runner.py`"),
+        ("Triton instead of FlashInfer, decode", f"{28*(mid[2] - mid[3])/1e3:+.2f} ms a step at 32 × 1,024, {28*(long[2] - long[3])/1e3:+.2f} ms at 128 × 8,192", "`triton_attention.py`"),
+        ("Triton instead of FlashInfer, prefill", f"{28*(fa['us'] - fastest(fa, 'fa2_us', 'fa3_us'))/1e3:+.2f} ms a step at 4 × 512 over 2,048", "`triton_attention.py`"),
+        ("Detokenizer, JSON and HTTP in Python", f"{cost[n]:.0f} µs of CPU per token at {n:,} streams: {share:.0f} % of a core with the 1.5B, all at once", "`server.py`, `text.py`"),
+        ("CUDA graphs, switched off", switched(e, "eager") or OPEN, "`runner.py`"),
+        ("Overlap, switched off", switched(e, "overlap") or OPEN, "`engine.py`"),
+        ("Chunked prefill, switched off", switched(e, "chunk") or OPEN, "`scheduler.py`"),
+        ("Prefix cache, switched off", switched(e, "cache") or OPEN, "`prefix_cache.py`")]
+
+
+def gap_table(*args): return md(["gap component", "measured contribution", "where the fix goes"], gap_rows(*args)).replace("---:", "---")
+
+
+def accepted(number):
+    "What bench/acceptance.py wrote about a criterion on any machine: (text, verdict), preferring those that decided it"
+    found = []
+    for p in sorted(RESULTS.glob("*/acceptance.md")):
+        for line in p.read_text().splitlines():
+            cells = [c.strip() for c in line.strip("|").split("|")]
+            if len(cells) == 4 and cells[0] == number: found.append((f"{cells[2]} ({p.parent.name})", cells[3]))
+    return max(found, key=lambda f: f[1].lower() in ("pass", "fail"), default=None)
+
+
+def batching():
+    "{machine: (tok/s ratio, TTFT p95 ratio)} of continuous over static"
+    out = {}
+    for p in sorted(RESULTS.glob("*/batching.json")):
+        m = json.loads(p.read_text())["modes"]
+        c, s = m["continuous"], m["static"]
+        out[p.parent.name] = c["output_tok_s"]/s["output_tok_s"], s["ttft_p95_ms"]/c["ttft_p95_ms"]
+    return out
+
+
+def served_rates():
+    "{(machine, engine): hit rate of the whole trace} of the replays against servers"
+    return {k: hit_rates({x["turn"]: (x["queries"], x["hits"]) for x in d["turns"] if x["turn"] != "all"})["all"]
+            for k, d in replayed_servers().items() if d.get("mode") != "open"}
+
+
+def gate_rows(data):
+    "[(required, measured, verdict)]: pass, fail, open (not measured) or tested (by a test in the repository)"
+    e = data["7b"]; tp = ratio(e, "8", "output_throughput")
+    word = lambda ok: "**pass**" if ok else "**fail**"
+    out, fits = [], capacity_rows(data, MEANS)[2]
+    real = accepted("1")
+    if real and real[1].lower() in ("pass", "fail"): out.append(("≥ 50 sequences, 7B, 8k context, 24 GB", real[0], word(real[1] == "pass")))
+    else: out.append(("≥ 50 sequences, 7B, 8k context, 24 GB", f"on a GPU: {OPEN}. By arithmetic {fits[1]} at a mean of {fits[0]:,.0f} tokens, {fits[3]} contiguous", "open"))
+    real = accepted("2")
+    out.append(("`openai` client, byte-identical text", *((real[0], word(real[1] == "pass")) if real and real[1].lower() in ("pass", "fail") else
+                ("`test_the_openai_client_understands_us`, `test_streamed_text_equals_the_whole`", "tested"))))
+    out.append(("ShareGPT at 8 req/s within 3× of vLLM", f"{tp:.2f}× its throughput: {e['miniengine']['8']['output_throughput']:,.0f} against {e['vllm']['8']['output_throughput']:,.0f} tok/s", word(tp > 1/3)))
+    served, rows = served_rates(), trace_ids()
+    pair = next((((m, served[m, "miniengine"], served[m, "vllm"])) for m, eng in served if eng == "vllm" and (m, "miniengine") in served), None)
+    if pair: out.append(("prefix hit rate within 5 % of vLLM's", f"{100*pair[1]:.1f} %, vLLM {100*pair[2]:.1f} % ({pair[0]})", word(abs(pair[1] - pair[2]) <= .05)))
+    else: out.append(("prefix hit rate within 5 % of vLLM's", (f"ours in the scheduler {100*hit_rates(replay(rows))['all']:.1f} %, equal to arithmetic; " if rows else "") + f"vLLM on this trace: {OPEN}", "open"))
+    same = read("cpu/compare_clients.json")
+    out.append(("`bench_serve` prints what `vllm bench serve` prints", *((f"{sum(c['same'] for c in same.values())} of {len(same)} sets of options equal", word(all(c["same"] for c in same.values()))) if same else
+                ("`test_report_is_the_captured_table`", "tested"))))
+    out.append(("public repository, write-up, commands", "write-up and commands are here; the repository is not public yet", "open"))
+    out.append(("a request's life from the book alone", "the tour follows one through all stations", "written"))
+    b = batching()
+    out.append(("continuous against static batching", "; ".join(f"{x:.1f}× the throughput, TTFT p95 {y:.1f}× shorter ({m})" for m, (x, y) in b.items()) or f"with a model: {OPEN}; in steps of the scheduler: chapter 3", "measured" if b else "open"))
+    n = {m: len([r for r in common(x) if r != "inf"]) for m, x in data.items()}
+    out.append(("latency and throughput at six rates", "; ".join(f"{MODELS[m]}: {k} rates and inf" for m, k in n.items()), "**pass**" if min(n.values()) >= 6 else f"{MODELS['7b']} **pass**, {MODELS['1.5b']} open" if n["7b"] >= 6 else "open"))
+    return out
+
+
+def gate_table(data): return md(["required", "measured", ""], gate_rows(data)).replace("---:", "---")
 
 
 # --- size of the engine ---
