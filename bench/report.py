@@ -402,6 +402,37 @@ def batching():
     return out
 
 
+def two_turns():
+    "What bench/two_turns.py measured, on whatever machine"
+    return next((json.loads(p.read_text()) for p in sorted(RESULTS.glob("*/two_turns.json"))), None)
+
+
+@lru_cache
+def static_steps(rows=32, n=400, prompt=232, output=195):
+    "Steps that static and continuous batching need in the real scheduler for the same `n` requests, at most `rows` at once, no prefix cache"
+    from miniengine.config import SamplingParams
+    from miniengine.kv_blocks import BlockPool
+    from miniengine.scheduler import Request, Scheduler
+    out = {}
+    for mode in ("static", "continuous"):
+        s = Scheduler(BlockPool(100_000), max_num_seqs=rows, max_num_batched_tokens=8192, max_model_len=8192, batching=mode)
+        for i, (p, o) in enumerate(draw_lengths(n, prompt, output)):
+            s.add(Request(str(i), [1]*p, SamplingParams(temperature=0, max_tokens=o, ignore_eos=True)))
+        steps = tokens = 0
+        while s.has_work:
+            b = s.schedule()
+            steps += 1; tokens += sum(r.sample for r in b.rows)
+            s.commit(b, [0]*sum(r.sample for r in b.rows))
+        out[mode] = steps, tokens/steps
+    return out
+
+
+def batch_gain(steps):
+    "[(rows, output tokens per second of a decode step)] from the measured steps of the 7B"
+    d = next(d for d in steps if d["model"].startswith("Qwen2.5-7B"))
+    return [(r["rows"], 1e3*r["rows"]/r["step_ms"]) for r in d["results"]]
+
+
 def served_rates():
     "{(machine, engine): hit rate of the whole trace} of the replays against servers"
     return {k: hit_rates({x["turn"]: (x["queries"], x["hits"]) for x in d["turns"] if x["turn"] != "all"})["all"]
