@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Rewrite the marked regions of README.md from bench/results, so that none of its figures is typed by hand.
+"""Rewrite the marked regions of README.md from bench/results, so that none of its figures is typed by hand; also the size in the blog's title.
 
     python tools/readme_tables.py            # rewrite
     python tools/readme_tables.py --check    # exit 1 if something would change
@@ -104,11 +104,17 @@ def rewrite(text):
     return REGION.sub(fill, text)
 
 
+def blog_title(text): return re.sub(r"# A [\d,]+-line inference engine", f"# A {R.about_lines()}-line inference engine", text)
+
+
 def main():
-    f = ROOT/"README.md"; old = f.read_text(encoding="utf-8"); new = rewrite(old)
-    if "--check" in sys.argv:
-        if new != old: sys.exit("README.md doesn't say what bench/results say: run `python tools/readme_tables.py`")
-    elif new != old: f.write_text(new, encoding="utf-8")
+    old_new = []
+    for path, change in (ROOT/"README.md", rewrite), (ROOT/"nbs"/"90_blog.ipynb", blog_title):
+        old = path.read_text(encoding="utf-8")
+        if (new := change(old)) != old: old_new.append((path, new))
+    if "--check" in sys.argv and old_new:
+        sys.exit(f"{', '.join(p.name for p, _ in old_new)}: not what bench/results and the package say; run `python tools/readme_tables.py`")
+    for path, new in old_new: path.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__": main()
