@@ -35,8 +35,14 @@ class TorchAttention:
     "Reference backend and CPU default; works on any device"
     def __init__(self, block_size: int = 16): self.block_size = block_size
 
+    @staticmethod
+    def _halves(table):
+        "Half-blocks of all keys, then of all values, of some blocks"
+        half = table.reshape(-1).astype(np.int64)*2
+        return np.concatenate([half, half + 1])
+
     def _group(self, meta, rows):
-        "Padded table `(2, n*width)` of K and V half-blocks, and the mask, for decode rows of similar length"
+        "Padded table of half-blocks, and the mask, for decode rows of similar length"
         h = meta.host
         kv, first = h["kv_lens"][rows], h["indptr"][rows]
         width = -(-int(kv.max())//self.block_size)
@@ -45,8 +51,7 @@ class TorchAttention:
         dev = lambda a: torch.from_numpy(a).to(meta.slots.device)
         L = int(kv.max()) if len(rows) == 1 else width*self.block_size
         mask = None if len(rows) == 1 else dev(np.arange(L) < kv[:, None])[:, None, None]
-        half = dev((table.reshape(-1)*2).astype(np.int64))
-        return rows if len(rows) < meta.num_decodes else slice(0, meta.num_decodes), half, L, mask
+        return rows if len(rows) < meta.num_decodes else slice(0, meta.num_decodes), dev(self._halves(table)), L, mask
 
 # %% ../nbs/06_attention.ipynb #78a697b8
 @patch
@@ -64,9 +69,9 @@ def plan(self: TorchAttention,
         todo = todo[n:]
     for r in range(nd, len(h["kv_lens"])):
         q0, q1, L = (int(x) for x in (h["cu_q"][r], h["cu_q"][r + 1], h["kv_lens"][r]))
-        half = torch.from_numpy(h["indices"][h["indptr"][r]:h["indptr"][r + 1]].astype(np.int64)*2).to(meta.slots.device)
-        mask = None if q1 - q0 == L else torch.ones(q1 - q0, L, dtype=torch.bool, device=half.device).tril(L - (q1 - q0))
-        self.prefills.append((q0, q1, L, half, mask))
+        both = torch.from_numpy(self._halves(h["indices"][h["indptr"][r]:h["indptr"][r + 1]])).to(meta.slots.device)
+        mask = None if q1 - q0 == L else torch.ones(q1 - q0, L, dtype=torch.bool, device=both.device).tril(L - (q1 - q0))
+        self.prefills.append((q0, q1, L, both, mask))
 
 # %% ../nbs/06_attention.ipynb #f2281a9d
 @patch
@@ -77,14 +82,15 @@ def __call__(self: TorchAttention,
     "Causal attention of every new token over its request's keys"
     (_, Hq, D), Hkv = q.shape, cache.shape[3]
     halves, out = cache.view(-1, *cache.shape[2:]), torch.empty_like(q)
-    for rows, half, L, mask in self.groups:
-        n = half.numel()*self.block_size//L if mask is not None else 1
-        k, v = (halves.index_select(0, half + i).view(n, -1, Hkv, D)[:, :L].transpose(1, 2) for i in (0, 1))
+    for rows, both, L, mask in self.groups:
+        n = both.numel()*self.block_size//(2*L) if mask is not None else 1
+        k, v = halves.index_select(0, both).view(2, n, -1, Hkv, D)[:, :, :L].transpose(2, 3)
         o = F.scaled_dot_product_attention(q[rows].view(n, Hkv, Hq//Hkv, D), k, v, attn_mask=mask)
         out[rows] = o.reshape(n, Hq, D)
-    for q0, q1, L, half, mask in self.prefills:
-        k, v = (halves.index_select(0, half + i).view(-1, Hkv, D)[:L].transpose(0, 1)[None] for i in (0, 1))
-        o = F.scaled_dot_product_attention(q[q0:q1].transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    for q0, q1, L, both, mask in self.prefills:
+        k, v = halves.index_select(0, both).view(2, 1, -1, Hkv, D)[:, :, :L].transpose(2, 3)
+        queries = q[q0:q1].transpose(0, 1)[None]
+        o = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         out[q0:q1] = o[0].transpose(0, 1)
     return out
 
@@ -104,7 +110,7 @@ class FlashInferAttention:
         self.fi, self.device, self.max_indices, self.bs = flashinfer, device, max_indices, block_size
         self.shape = (num_heads, num_kv_heads, head_dim, block_size)
         self.dtypes = dict(q_data_type=dtype, kv_data_type=dtype)
-        self.workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+        self.workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=device)
         self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
         self.eager = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=True)
         self.captured = {}

@@ -127,6 +127,7 @@ def _build(self: Engine, src, progress: bool):
     free = torch.cuda.mem_get_info()[0] if cuda else 0
     model = Model(m, self.dtype, self.device, longest, ops)
     load_model(model, src, m, c.load_format, progress)
+    if not cuda and self.dtype == torch.float32: ops.pack(model)
     self.runner = Runner(model, attn, Sampler(min(self.tokenizer.vocab_size, m.vocab_size), c.seed), c.max_num_seqs, budget if c.chunked_prefill else max(budget, longest), bs)
     num_blocks = self.runner.size_cache(c, c.max_num_seqs*blocks_needed(longest, bs), free)
     self.max_model_len = min(longest, (num_blocks - 1)*bs)
@@ -151,6 +152,7 @@ def add(self: Engine,
     for t in prompt_ids:
         if not 0 <= t < vocab: raise RequestError(f"token id {t} is outside of the vocabulary (0 to {vocab - 1})", "prompt")
     params.check_vocab(vocab)
+    if params.structured is not None: params = params.structured.attach(params)
     eos = dict.fromkeys((*self.tokenizer.eos_ids, *self.model_config.eos_ids))
     stops = {} if params.ignore_eos else {t: None if i == 0 else t for i, t in enumerate(eos)}
     req = Request(request_id or f"r{id(params):x}", prompt_ids, params, stops | {t: t for t in params.stop_token_ids}, salt)

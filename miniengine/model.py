@@ -27,16 +27,19 @@ class StepMeta:
     num_decodes: int  # the first rows, with one token each
     max_q: int  # most new tokens in a row
     host: dict | None = None  # cu_q, kv_lens, indptr, indices as numpy arrays
-    rope: torch.Tensor | None = None  # (T, 1, D) cos|sin rows, gathered once per step by `TorchOps`
+    torch: tuple | None = None  # what `TorchOps` needs in each layer and computes once per step
 
 # %% ../nbs/04_model.ipynb #d69f4f2d
 class TorchOps:
     "The small operations between the matrix products, in plain PyTorch"
+    def __init__(self): self.packed = {}
+
     @staticmethod
     def rms_norm(x, weight, eps):  # (..., H), (H,), float -> (..., H)
         "Root-mean-square layer norm, statistics in float32 (Zhang & Sennrich, 2019)"
-        if x.dtype == torch.float32: return F.rms_norm(x, weight.shape, weight, eps)
-        return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)*weight
+        x32 = x.float()
+        squares = x32.square().sum(-1, keepdim=True)
+        return (x32*squares.mul_(1/x.shape[-1]).add_(eps).rsqrt_()).to(x.dtype)*weight
 
     @staticmethod
     def add_rms_norm(x, residual, weight, eps):  # (T, H), (T, H) -> normed (T, H), new residual (T, H)
@@ -49,6 +52,21 @@ class TorchOps:
         "SwiGLU's gate: `silu(gate) * up` (Shazeer, 2020)"
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+# %% ../nbs/04_model.ipynb #1f8632fd
+@patch
+def pack(self: TorchOps,
+    model: nn.Module,  # weights in place, on a CPU
+):
+    "Copy the matrices of `model` into oneDNN's layout, for `linear`"
+    for m in model.modules():
+        if isinstance(m, (nn.Linear, nn.Embedding)): self.packed[id(m.weight)] = torch.ops.mkldnn._reorder_linear_weight(m.weight, 16)
+
+@patch
+def linear(self: TorchOps, x, weight, bias=None):  # (T, in), (out, in), (out,) -> (T, out)
+    "`x @ weight.T + bias`"
+    if (packed := self.packed.get(id(weight))) is None: return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 # %% ../nbs/04_model.ipynb #a20cb04b
 def rope_table(
@@ -79,17 +97,19 @@ def rope_and_cache(self: TorchOps,
 ) -> torch.Tensor:  # rotated q (T, Hq, D)
     "Rotate q and k, write k and v to their slots"
     bs, Hkv, D = kv.shape[2:]
-    q_k, v = qkv.view(qkv.shape[0], -1, D).tensor_split([-Hkv], 1)  # (T, Hq + Hkv, D), (T, Hkv, D)
+    qkv = qkv.view(qkv.shape[0], -1, D)
+    q_k, v = qkv[:, :-Hkv], qkv[:, -Hkv:]  # (T, Hq + Hkv, D), (T, Hkv, D)
     if norms is not None:
-        q, k = q_k.tensor_split([-Hkv], 1)
+        q, k = q_k[:, :-Hkv], q_k[:, -Hkv:]
         q_k = torch.cat([self.rms_norm(q, norms[0], norms[2]), self.rms_norm(k, norms[1], norms[2])], 1)
-    if meta.rope is None: meta.rope = table[meta.positions][:, None]
-    cos, sin = meta.rope.chunk(2, -1)  # (T, 1, D/2)
+    if meta.torch is None:
+        rows = meta.slots.long() + meta.slots//bs*bs
+        meta.torch = *table[meta.positions][:, None].chunk(2, -1), torch.cat([rows, rows + bs])
+    cos, sin, rows = meta.torch  # (T, 1, D/2) twice, (2T,): rows of all keys, then of all values
     a, b = q_k.chunk(2, -1)
-    q, k = torch.cat([a*cos - b*sin, b*cos + a*sin], -1).to(qkv.dtype).tensor_split([-Hkv], 1)
-    rows = meta.slots + meta.slots//bs*bs
-    flat = kv.view(-1, Hkv, D)
-    flat[rows], flat[rows + bs] = k, v
+    q_k = torch.cat([a*cos - b*sin, b*cos + a*sin], -1).to(qkv.dtype)
+    q, k = q_k[:, :-Hkv], q_k[:, -Hkv:]
+    kv.view(-1, Hkv, D).index_copy_(0, rows, torch.cat([k, v]))
     return q
 
 # %% ../nbs/04_model.ipynb #c11ec9aa
@@ -137,11 +157,11 @@ def forward(self: Model,
     after = [l["input_layernorm"] for l in layers][1:] + [self.model["norm"]]
     for layer, cache, norm in zip(layers, kv, after):
         a, mlp = layer["self_attn"], layer["mlp"]
-        qkv = F.linear(x, a["qkv_proj"].weight, a["qkv_proj"].bias)
+        qkv = ops.linear(x, a["qkv_proj"].weight, a["qkv_proj"].bias)
         q = ops.rope_and_cache(qkv, meta, self.rope, cache, (a["q_norm"].weight, a["k_norm"].weight, eps) if cfg.qk_norm else None)
-        x = F.linear(attn(q, cache).flatten(1), a["o_proj"].weight)
+        x = ops.linear(attn(q, cache).flatten(1), a["o_proj"].weight)
         x, residual = ops.add_rms_norm(x, residual, layer["post_attention_layernorm"].weight, eps)
-        x = F.linear(ops.silu_mul(F.linear(x, mlp["gate_up_proj"].weight)), mlp["down_proj"].weight)
+        x = ops.linear(ops.silu_mul(ops.linear(x, mlp["gate_up_proj"].weight)), mlp["down_proj"].weight)
         x, residual = ops.add_rms_norm(x, residual, norm.weight, eps)
     return x
 
@@ -151,4 +171,4 @@ def logits(self: Model,
     hidden,  # (S, H) hidden states of the tokens to sample after
 ) -> torch.Tensor:  # (S, vocab)
     "Scores of every vocabulary row for the token that follows"
-    return F.linear(hidden, (self.model["embed_tokens"] if self.cfg.tie_embeddings else self.lm_head).weight)
+    return self.ops.linear(hidden, (self.model["embed_tokens"] if self.cfg.tie_embeddings else self.lm_head).weight)

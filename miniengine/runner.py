@@ -6,12 +6,14 @@
 __all__ = ['MIXED_SIZES', 'graph_sizes', 'layout', 'Runner', 'Handle', 'pick_device', 'pick_dtype', 'make_attention']
 
 # %% ../nbs/09_runner.ipynb #f30b8cc4
-import time
+from timeit import repeat
 import numpy as np
 import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
+from .attention import step_meta
 from .config import EngineConfig, ModelConfig
+from .kv_blocks import blocks_needed
 from .model import Model, StepMeta
 from .sampler import Sampler
 from .scheduler import Batch, Row
@@ -58,75 +60,84 @@ class Runner:
         "Memory of one KV block over all layers, in bytes"
         return self.model.cfg.kv_bytes_per_token(self.dtype.itemsize)*self.bs
 
+    def _cache(self, num_blocks: int) -> torch.Tensor:  # (layers, num_blocks, 2, block_size, Hkv, D)
+        "KV memory for `num_blocks` blocks, zeroed"
+        c = self.model.cfg
+        shape = (c.num_layers, num_blocks, 2, self.bs, c.num_kv_heads, c.head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
     def allocate(self,
         num_blocks: int,  # blocks, the reserved one included
         max_blocks: int,  # longest block table of a request
     ):
         "Create the KV cache and the step buffers"
-        c, S = self.model.cfg, self.max_num_seqs
-        self.kv = torch.zeros(c.num_layers, num_blocks, 2, self.bs, c.num_kv_heads, c.head_dim, dtype=self.dtype, device=self.device)
+        S, self.kv = self.max_num_seqs, self._cache(num_blocks)
         size = layout(self.max_tokens, S)[1] + S*max_blocks
         self.packed = torch.zeros(size, dtype=torch.int32, pin_memory=self.cuda)
-        self.host, self.buffer = self.packed.numpy(), self.packed.to(self.device) if self.cuda else self.packed
-        self.tables, self.owner, self.filled = np.zeros((S + 1, max_blocks), np.int32), [None]*S, [0]*S
-        self.last = torch.zeros(S + 1, dtype=torch.int64, device=self.device)  # one more for padded rows
+        self.host, self.buffer = self.packed.numpy(), self.packed.to(self.device)  # on a CPU one and the same memory
+        self.tables, self.owner, self.filled = np.zeros((S, max_blocks), np.int32), [None]*S, [0]*S
+        self.last = torch.zeros(S, dtype=torch.int64, device=self.device)
         if self.cuda:
-            self.copied, self.out = torch.cuda.Event(), [torch.zeros(S, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+            self.copied = torch.cuda.Event()
+            self.out = [torch.zeros(S, dtype=torch.int64, pin_memory=True) for _ in range(2)]
 
 # %% ../nbs/09_runner.ipynb #3b0cb490
 @patch
 def _gather_rows(self: Runner, rows: list[Row]):
     "Bring the mirrored block tables up to date; slot, start and n of each row, and all input ids"
-    slots, starts, ns, ids = [], [], [], []
+    ids = []
     for r in rows:
-        req, start, n = r.req, r.start, r.n
-        s, table = req.slot, req.blocks
+        s, table = r.req.slot, r.req.blocks
         if self.owner[s] is not table: self.owner[s], self.filled[s] = table, 0
         if (have := self.filled[s]) < len(table):
             self.tables[s, have:len(table)] = table[have:]
             self.filled[s] = len(table)
-        if start + n <= len(req.tokens): ids += req.tokens[start:start + n] if n > 1 else (req.tokens[start],)
-        else: ids.append(-1 - s)  # sampled on the device, not seen by the host
-        slots.append(s)
-        starts.append(start)
-        ns.append(n)
-    return np.array(slots, np.int32), np.array(starts, np.int32), np.array(ns, np.int32), ids
+        ids += r.req.tokens[r.start:r.start + r.n] or [-1 - s]  # none: sampled on the device, not seen by the host
+    slots, starts, ns = np.array([(r.req.slot, r.start, r.n) for r in rows], np.int32).reshape(-1, 3).T
+    return slots, starts, ns, ids
 
+# %% ../nbs/09_runner.ipynb #9b3c1ad4
+@patch
+def _fill(self: Runner, rows: list[Row], h: dict, base: int) -> int:  # number of rows that sample
+    "Write the arrays of `rows` into `h`, and their block ids from `base` on"
+    slots, starts, ns, ids = self._gather_rows(rows)
+    T, R, bs, kv, cu = len(ids), len(rows), self.bs, starts + ns, h["cu_q"]
+    ns.cumsum(out=cu[1:R + 1])
+    row = np.repeat(np.arange(R), ns)  # of each token
+    pos = np.arange(T) - cu[row] + starts[row]
+    h["ids"][:T], h["positions"][:T], h["kv_lens"][:R] = ids, pos, kv
+    h["slots"][:T] = self.tables[slots[row], pos//bs]*bs + pos % bs
+    blocks = -(-kv//bs)
+    blocks.cumsum(out=h["indptr"][1:R + 1])
+    in_use = np.arange(blocks.max(initial=0)) < blocks[:, None]  # (R, longest table)
+    self.host[base:base + in_use.sum()] = self.tables[slots, :in_use.shape[1]][in_use]
+    picked = np.flatnonzero([r.sample for r in rows])
+    h["sample"][:len(picked)], h["row_slot"][:len(picked)] = cu[picked + 1] - 1, slots[picked]
+    return len(picked)
+
+# %% ../nbs/09_runner.ipynb #6900b18a
 @patch
 def _pack(self: Runner, rows: list[Row], tokens: int = 0, mixed: bool = False) -> tuple[dict, StepMeta]:
     "Pack and send `rows`, padded to `tokens` tokens if given; device views by name, and the step's meta"
     if self.cuda: self.copied.synchronize()  # the copy of the step before has left the buffer
-    slots, starts, ns, ids = self._gather_rows(rows)
-    T, R, bs = len(ids), len(rows), self.bs
-    Tp, Rp = tokens or T, (min(tokens, self.max_num_seqs) if tokens else R)
-    where, base = layout(Tp, Rp)
-    h = {k: self.host[s] for k, s in where.items()}
-    cu = np.zeros(R + 1, np.int32)
-    ns.cumsum(out=cu[1:])
-    if T == R: row, pos = np.arange(R), starts
-    else:
-        row = np.repeat(np.arange(R), ns)
-        pos = np.arange(T, dtype=np.int32) - cu[row] + starts[row]
-    h["ids"][:T], h["positions"][:T], h["cu_q"][:R + 1] = ids, pos, cu
-    h["slots"][:T] = self.tables[slots[row], pos//bs]*bs + pos % bs
-    h["kv_lens"][:R] = kv = starts + ns
-    blocks = -(-kv//bs)
-    h["indptr"][0] = 0
-    blocks.cumsum(out=h["indptr"][1:R + 1])
-    width, end = int(blocks.max()), int(h["indptr"][R])
-    self.host[base:base + end] = self.tables[slots, :width][np.arange(width) < blocks[:, None]]
-    picked = np.flatnonzero([r.sample for r in rows])
-    h["sample"][:len(picked)], h["row_slot"][:len(picked)] = cu[picked + 1] - 1, slots[picked]
-    h["ids"][T:], h["positions"][T:], h["slots"][T:] = 0, 0, 0  # padding writes to block 0
-    extra = np.arange(1, Rp - R + 1) * (not mixed)  # a padded decode reads a token of block 0, a padded row of a mixed step nothing
-    h["cu_q"][R + 1:], h["indptr"][R + 1:], h["kv_lens"][R:] = T + extra, end + extra, not mixed
-    size = base + end + (0 if mixed else Rp - R)
+    T, R = sum(r.n for r in rows), len(rows)
+    where, base = layout(tokens or T, min(tokens, self.max_num_seqs) if tokens else R)
+    h, dev = ({k: buffer[s] for k, s in where.items()} for buffer in (self.host, self.buffer))
+    h["cu_q"][0] = h["indptr"][0] = 0
+    picked = self._fill(rows, h, base)
+    ns, end = np.diff(h["cu_q"][:R + 1]), int(h["indptr"][R])
+    h["ids"][T:] = h["positions"][T:] = h["slots"][T:] = 0
+    pad = np.arange(1, len(h["kv_lens"]) - R + 1)*(not mixed)
+    h["cu_q"][R + 1:], h["indptr"][R + 1:], h["kv_lens"][R:] = T + pad, end + pad, not mixed
+    padded = len(pad)*(not mixed)  # rows that count as decodes, and have a block
+    size = base + end + padded
     self.host[base + end:size] = 0
     if self.cuda: self.buffer[:size].copy_(self.packed[:size], non_blocking=True)
-    dev, names, decodes = {k: self.buffer[s] for k, s in where.items()}, ("cu_q", "kv_lens", "indptr"), int((ns == 1).sum()) + (Tp - T if not mixed else 0)
-    meta = StepMeta(dev["positions"], dev["slots"], *(dev[k] for k in names), self.buffer[base:size], num_decodes=decodes, max_q=int(ns.max()),
+    names = ("cu_q", "kv_lens", "indptr")
+    meta = StepMeta(dev["positions"], dev["slots"], *(dev[k] for k in names), self.buffer[base:size],
+                    num_decodes=int((ns == 1).sum()) + padded, max_q=int(ns.max(initial=1)),
                     host={k: h[k] for k in names} | dict(indices=self.host[base:size]))
-    return dev | dict(n=len(picked)), meta
+    return dev | dict(n=picked), meta
 
 # %% ../nbs/09_runner.ipynb #76a70150
 @patch
@@ -162,9 +173,9 @@ def prepare(self: Runner,
 ) -> tuple:  # what `run` needs
     "Host half of a launch: pack the step and send it"
     batch.rows.sort(key=lambda r: r.n > 1)
-    rows, R, T = [r for r in batch.rows if r.sample], len(batch.rows), batch.num_tokens
-    plain = T == len(rows)
-    size = next((s for s in self.graphs if s >= R), 0) if plain else next((s for s in self.mixed if s >= T), 0)
+    rows = [r for r in batch.rows if r.sample]
+    plain = len(rows) == batch.num_tokens  # nothing but decodes that sample
+    size = next((s for s in (self.graphs if plain else self.mixed) if s >= batch.num_tokens), 0)
     return batch, rows, *self._pack(batch.rows, size, not plain), size, plain
 
 @patch
@@ -192,29 +203,17 @@ def run(self: Runner,
     event.record()
     return Handle(batch, self.out[0][:len(rows)], logprobs, event)
 
-@patch
-def launch(self: Runner,
-    batch: Batch,  # from the scheduler
-) -> Handle:
-    "Start a step"
-    return self.run(self.prepare(batch))
-
 # %% ../nbs/09_runner.ipynb #9310760d
 @patch
 def _dummy(self: Runner, num_tokens: int, num_rows: int):
     "Run a step of made-up rows that read and write block 0 only"
-    n = np.full(num_rows, num_tokens//num_rows)
-    n[:num_tokens - n.sum()] += 1
-    n.sort()
-    kv = torch.zeros(self.model.cfg.num_layers, 1, 2, self.bs, self.model.cfg.num_kv_heads, self.model.cfg.head_dim, dtype=self.dtype, device=self.device)
-    host = dict(cu_q=np.concatenate([[0], n.cumsum()]), kv_lens=n, indptr=np.concatenate([[0], (-(-n//self.bs)).cumsum()]), indices=np.zeros((-(-n//self.bs)).sum()))
-    host = {k: v.astype(np.int32) for k, v in host.items()}
-    dev = {k: torch.from_numpy(v).to(self.device) for k, v in host.items()}
-    zeros = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
-    meta = StepMeta(zeros, zeros, **dev, num_decodes=int((n == 1).sum()), max_q=int(n.max()), host=host)
+    ns = sorted(num_tokens//num_rows + (i < num_tokens % num_rows) for i in range(num_rows))
+    meta = step_meta([([0]*blocks_needed(n, self.bs), 0, n) for n in ns], self.bs, self.device)
+    ids = meta.positions.zero_()  # such a row may be longer than any request
     with torch.inference_mode():
         self.attn.plan(meta, 0)
-        self.model.logits(self.model(zeros, meta, self.attn, kv)[:self.max_num_seqs]).float().argmax(-1)
+        hidden = self.model(ids, meta, self.attn, self._cache(1))
+        self.model.logits(hidden[:self.max_num_seqs]).float().argmax(-1)
 
 @patch
 def size_cache(self: Runner,
@@ -227,32 +226,28 @@ def size_cache(self: Runner,
     if not self.cuda: free, hint = config.kv_cache_memory or 2 << 30, "kv_cache_memory"
     else:
         torch.cuda.reset_peak_memory_stats()
-        self._dummy(self.max_tokens, min(self.max_num_seqs, self.max_tokens))
-        self._dummy(min(self.max_tokens, self.max_num_seqs), min(self.max_tokens, self.max_num_seqs))
+        rows = min(self.max_num_seqs, self.max_tokens)
+        for tokens in (self.max_tokens, rows): self._dummy(tokens, rows)
         torch.cuda.synchronize()
-        peak, (unused, total), reserved = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info(), torch.cuda.memory_reserved()
-        ours = max(0, free_before - unused - reserved)  # what the driver and libraries took for this process, outside of PyTorch
+        unused, total = torch.cuda.mem_get_info()
+        ours = max(0, free_before - unused - torch.cuda.memory_reserved())  # the driver's and libraries' share
         limit = config.gpu_memory_limit or int(total*config.gpu_memory_utilization)
-        free = min(limit, free_before) - ours - peak - (0 if config.enforce_eager else 512 << 20)
+        graphs = 0 if config.enforce_eager else 512 << 20
+        free = min(limit, free_before) - ours - torch.cuda.max_memory_allocated() - graphs
         if config.kv_cache_memory: free = config.kv_cache_memory
         hint = "gpu_memory_utilization or gpu_memory_limit"
         torch.cuda.empty_cache()
-    if (n := free//self.block_bytes()) < 2: raise RuntimeError(f"no memory left for the KV cache ({free/2**30:.2f} GiB): raise {hint}, or lower max_num_batched_tokens")
+    if (n := free//self.block_bytes()) < 2: raise RuntimeError(
+        f"no memory left for the KV cache ({free/2**30:.2f} GiB): raise {hint}, or lower max_num_batched_tokens")
     return int(min(n, useful + 1))
 
 # %% ../nbs/09_runner.ipynb #9adbada8
 @patch
 def _capture(self: Runner, tokens: int, attn, mixed: bool, pool):
     "Record a step of padding only: the graph and the hidden states it leaves"
-    rows = min(tokens, self.max_num_seqs)
-    where, base = layout(tokens, rows)
-    self.host[:base + rows] = 0
-    h = {k: self.host[s] for k, s in where.items()}
-    if not mixed: h["kv_lens"][:], h["cu_q"][:], h["indptr"][:] = 1, np.arange(rows + 1), np.arange(rows + 1)
-    self.buffer[:base + rows].copy_(self.packed[:base + rows])
-    dev, names = {k: self.buffer[s] for k, s in where.items()}, ("cu_q", "kv_lens", "indptr")
-    meta = StepMeta(dev["positions"], dev["slots"], *(dev[k] for k in names), self.buffer[base:], num_decodes=0 if mixed else rows, max_q=tokens if mixed else 1,
-                    host={k: h[k] for k in names} | dict(indices=self.host[base:base + rows]))
+    dev, meta = self._pack([], tokens, mixed)
+    meta.indices = self.buffer[layout(tokens, len(meta.kv_lens))[1]:]  # a replay may have any number of blocks
+    if mixed: meta.max_q = tokens
     attn.plan(meta, tokens)
     self._hidden(dev, meta, attn)
     torch.cuda.synchronize()
@@ -268,7 +263,8 @@ def capture(self: Runner,
     "Record decode steps for every size of `graph_sizes` and mixed steps for every size of `MIXED_SIZES`"
     from miniengine.triton_attention import TritonAttention
     small, pool = TritonAttention(), torch.cuda.graph_pool_handle()
-    sizes = [(n, False) for n in graph_sizes(self.max_num_seqs)] + [(n, True) for n in MIXED_SIZES if n <= self.max_tokens and self.bs == 16]
+    sizes = [(n, False) for n in graph_sizes(self.max_num_seqs)]
+    if self.bs == 16: sizes += [(n, True) for n in MIXED_SIZES if n <= self.max_tokens]
     for n, mixed in progress(sorted(sizes, reverse=True)):
         (self.mixed if mixed else self.graphs)[n] = self._capture(n, small if mixed else self.attn, mixed, pool)
     self.graphs, self.mixed = dict(sorted(self.graphs.items())), dict(sorted(self.mixed.items()))
@@ -276,8 +272,9 @@ def capture(self: Runner,
 # %% ../nbs/09_runner.ipynb #9509a66a
 def pick_device(config: EngineConfig) -> torch.device:
     "The device `config` names, or a GPU if there is one"
-    if config.device.startswith("cuda") and not torch.cuda.is_available(): raise RuntimeError(f"device={config.device!r}: PyTorch sees no CUDA GPU")
-    name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    found, name = torch.cuda.is_available(), config.device
+    if name == "auto": name = "cuda" if found else "cpu"
+    if name.startswith("cuda") and not found: raise RuntimeError(f"device={name!r}: PyTorch sees no CUDA GPU")
     return torch.device("cuda:0" if name == "cuda" else name)
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -285,12 +282,8 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto": return getattr(torch, config.dtype)
     if device.type == "cuda": return torch.bfloat16
     def seconds(dtype):
-        x, w, best = torch.ones(16, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype), 1e9
-        for _ in range(10):
-            t = time.perf_counter()
-            F.linear(x, w)
-            best = min(best, time.perf_counter() - t)
-        return best
+        x, w = torch.ones(16, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        return min(repeat(lambda: F.linear(x, w), number=1, repeat=10))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other on a busy machine would decide the race
     half, full = seconds(torch.bfloat16), seconds(torch.float32)
@@ -308,5 +301,7 @@ def make_attention(config: EngineConfig, cfg: ModelConfig, device: torch.device,
     if device.type != "cuda": raise RuntimeError(f"attn={name!r} needs a CUDA GPU; on a CPU use attn='torch'")
     from miniengine.triton_attention import TritonAttention, TritonOps
     if name == "triton": return TritonAttention(), TritonOps()
-    if not find_spec("flashinfer"): raise RuntimeError("attn='flashinfer': not installed, `pip install miniengine[gpu]`")
-    return FlashInferAttention(cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, dtype, config.block_size, device, max_indices), TritonOps()
+    if not find_spec("flashinfer"):
+        raise RuntimeError("attn='flashinfer': not installed, `pip install miniengine[gpu]`")
+    shape = (cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
+    return FlashInferAttention(*shape, dtype, config.block_size, device, max_indices), TritonOps()

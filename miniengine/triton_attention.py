@@ -286,7 +286,9 @@ def _rope(qkv, positions, slots, table, kv, out, q_weight, k_weight, eps, sx, sb
 
 # %% ../nbs/07_triton_kernel.ipynb #2f7dde6f
 class TritonOps:
-    "`TorchOps` in fused kernels: one launch each"
+    "`TorchOps` in fused kernels: one launch each; the matrix products are cuBLAS's"
+    linear = staticmethod(torch.nn.functional.linear)
+
     @staticmethod
     def rms_norm(x, weight, eps):  # (..., H), (H,), float -> (..., H)
         "Root-mean-square norm"
