@@ -1,4 +1,5 @@
 """The README and the hero picture say what the result files say."""
+import json
 import re
 import subprocess
 import sys
@@ -42,3 +43,19 @@ def test_results_that_are_missing_are_said_to_be_missing():
 def test_a_block_cache_finds_what_arithmetic_says():
     a, b = tuple(range(40)), tuple(range(40)) + tuple(range(100, 120))
     assert report.replay(((0, a), (1, b)), 16) == {0: (40, 0), 1: (60, 32)}
+
+
+def test_each_term_of_the_glossary_stands_once_and_in_order():
+    cells = json.loads((ROOT/"nbs/95_glossary.ipynb").read_text(encoding="utf-8"))["cells"]
+    terms = re.findall(r"^\*\*(.+)\*\*\n:", "".join("".join(c["source"]) + "\n" for c in cells), re.M)
+    keys = [t.lower().replace("-", " ") for t in terms]
+    assert len(terms) > 30 and keys == sorted(set(keys))
+
+
+def test_blog_has_the_length_of_a_blog_post():
+    cells, text = json.loads((ROOT/"nbs/90_blog.ipynb").read_text(encoding="utf-8"))["cells"], []
+    for c in cells:
+        if c["cell_type"] == "markdown": text.append("".join(c["source"]))
+        for o in c.get("outputs", []): text.append("".join(o.get("data", {}).get("text/markdown", [])))
+    prose = re.sub(r"^\|.*$", "", re.sub(r"```.*?```", "", "\n\n".join(text), flags=re.S), flags=re.M)
+    assert 2500 <= len(prose.split()) <= 4000, len(prose.split())
