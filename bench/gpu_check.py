@@ -1,22 +1,30 @@
-"""Is the engine right on a GPU? The demo model in bf16 against `transformers` in bf16, and its own switches against each other.
+"""Is the engine right on a GPU? The demo model against `transformers`, both in bf16, and its own switches side by side.
 
     python bench/gpu_check.py [--model smollm2] [--out FILE.json]
 
-Greedy text of 20 prompts x 64 tokens. bf16 sums depend on the order of addition, so two right engines may part where two logits nearly tie: each
-divergence is listed with the gap between the two tokens' logits in the reference, in units of bf16's resolution at that size.
+Greedy text of 20 prompts x 64 tokens. bf16 sums depend on the order of addition, so two right engines may part where
+two logits nearly tie: each divergence is listed with the gap between the two tokens' logits in the reference, in units
+of bf16's resolution at that size.
 """
-import argparse, json
+import argparse
+import json
 
 import torch
 
 from miniengine import LLM, SamplingParams
 from miniengine.weights import load_config, resolve
 
-PROMPTS = ["What is the capital of France?", "Write a haiku about the sea.", "Explain what a hash table is.", "Translate to German: good morning, friend.",
-    "List three uses of a paper clip.", "Count from one to twenty.", "Write a Python function that adds two numbers.", "Who wrote Romeo and Juliet?",
-    "Why is the sky blue?", "Give me a recipe for pancakes.", "What is 17 times 23?", "Tell me a joke about computers.", "Describe a rainy day in Hamburg.",
-    "What is the difference between TCP and UDP?", "Name five animals that can fly.", "Summarise the plot of Cinderella.", "How do I boil an egg?",
-    "What does HTTP 404 mean?", "Write a short letter to a friend who moved away.", "Continue: Once upon a time, in a small village,"]
+PROMPTS = [
+    "What is the capital of France?", "Write a haiku about the sea.", "Explain what a hash table is.",
+    "Translate to German: good morning, friend.", "List three uses of a paper clip.", "Count from one to twenty.",
+    "Write a Python function that adds two numbers.", "Who wrote Romeo and Juliet?", "Why is the sky blue?",
+    "Give me a recipe for pancakes.", "What is 17 times 23?", "Tell me a joke about computers.",
+    "Describe a rainy day in Hamburg.", "What is the difference between TCP and UDP?",
+    "Name five animals that can fly.", "Summarise the plot of Cinderella.", "How do I boil an egg?",
+    "What does HTTP 404 mean?", "Write a short letter to a friend who moved away.",
+    "Continue: Once upon a time, in a small village,"]
+SWITCHES = {"default": {}, "eager": dict(enforce_eager=True), "no overlap": dict(overlap=False),
+            "budget 64": dict(max_num_batched_tokens=64)}
 
 
 def reference(model, dtype):
@@ -25,9 +33,12 @@ def reference(model, dtype):
     from miniengine.weights import iter_weights
     src = resolve(model)
     m = load_config(src)
-    cfg = LlamaConfig(hidden_size=m.hidden_size, intermediate_size=m.intermediate_size, num_hidden_layers=m.num_layers, num_attention_heads=m.num_heads,
-        num_key_value_heads=m.num_kv_heads, head_dim=m.head_dim, vocab_size=m.vocab_size, rms_norm_eps=m.rms_norm_eps, max_position_embeddings=m.max_position,
-        rope_parameters=dict(rope_type="default", rope_theta=m.rope_theta), tie_word_embeddings=m.tie_embeddings, eos_token_id=list(m.eos_ids))
+    cfg = LlamaConfig(
+        hidden_size=m.hidden_size, intermediate_size=m.intermediate_size, num_hidden_layers=m.num_layers,
+        num_attention_heads=m.num_heads, num_key_value_heads=m.num_kv_heads, head_dim=m.head_dim,
+        vocab_size=m.vocab_size, rms_norm_eps=m.rms_norm_eps, max_position_embeddings=m.max_position,
+        rope_parameters=dict(rope_type="default", rope_theta=m.rope_theta), tie_word_embeddings=m.tie_embeddings,
+        eos_token_id=list(m.eos_ids))
     with torch.device("meta"): hf = LlamaForCausalLM(cfg)
     hf = hf.to_empty(device="cpu").eval()
     state = {k: torch.as_tensor(v) for k, v in iter_weights(src, m)}
@@ -39,7 +50,7 @@ def reference(model, dtype):
 
 
 def compare(hf, prompt, ours):
-    "Index of the first token that differs from greedy decoding of `hf`, and the reference's logit gap there; None if none does"
+    "Index of the first token that differs from greedy decoding of `hf`, and the logit gap there; None if none does"
     ids = torch.tensor([prompt + ours], device="cuda")
     with torch.no_grad(): logits = hf(ids).logits[0, len(prompt) - 1:-1].float()
     for i, tok in enumerate(ours):
@@ -50,12 +61,13 @@ def compare(hf, prompt, ours):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--model", default="smollm2"); ap.add_argument("--attn", nargs="+", default=["flashinfer", "triton", "torch"]); ap.add_argument("--out")
+    ap.add_argument("--model", default="smollm2"); ap.add_argument("--out")
+    ap.add_argument("--attn", nargs="+", default=["flashinfer", "triton", "torch"])
     a = ap.parse_args()
     params, report, texts = SamplingParams(temperature=0, max_tokens=64), {}, {}
     hf = None
     for attn in a.attn:
-        for name, kw in {"default": {}, "eager": dict(enforce_eager=True), "no overlap": dict(overlap=False), "budget 64": dict(max_num_batched_tokens=64)}.items():
+        for name, kw in SWITCHES.items():
             if attn == "torch" and name != "eager": continue
             llm = LLM(a.model, attn=attn, max_num_seqs=32, max_model_len=1024, gpu_memory_utilization=0.3, **kw)
             prompts = [llm.engine.tokenizer.chat([dict(role="user", content=p)]) for p in PROMPTS]
@@ -63,14 +75,16 @@ def main():
             if hf is None: hf = reference(a.model, torch.bfloat16)
             bad = [d for p, g in zip(prompts, got) if (d := compare(hf, p, g))]
             texts[attn, name] = got
-            same = sum(g == b for g, b in zip(got, texts[attn, "default"] if (attn, "default") in texts else got))
-            report[f"{attn}, {name}"] = dict(equal_to_transformers=len(prompts) - len(bad), divergences=bad, equal_to_default=same)
-            print(f"{attn}, {name}: {len(prompts) - len(bad)}/20 follow transformers bf16 greedily; divergences in units of bf16 resolution "
-                  f"{[round(d['in_ulp'], 2) for d in bad]}; {same}/20 equal to this backend's default", flush=True)
+            same, follow = sum(g == b for g, b in zip(got, texts.get((attn, "default"), got))), len(prompts) - len(bad)
+            report[f"{attn}, {name}"] = dict(equal_to_transformers=follow, divergences=bad, equal_to_default=same)
+            print(f"{attn}, {name}: {follow}/20 follow transformers bf16 greedily; divergences in units of bf16 "
+                  f"resolution {[round(d['in_ulp'], 2) for d in bad]}; {same}/20 equal to this backend's default",
+                  flush=True)
             del llm
             torch.cuda.empty_cache()
     if a.out:
-        with open(a.out, "w") as f: json.dump(dict(machine=torch.cuda.get_device_name(), torch=torch.__version__, results=report), f, indent=1)
+        out = dict(machine=torch.cuda.get_device_name(), torch=torch.__version__, results=report)
+        with open(a.out, "w") as f: json.dump(out, f, indent=1)
 
 
 if __name__ == "__main__": main()

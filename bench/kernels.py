@@ -1,19 +1,30 @@
-"""Our Triton kernels on one GPU: checked against float32 PyTorch, timed in CUDA graphs beside FlashInfer and the bytes they must move.
+"""Our Triton kernels on one GPU: checked against float32 PyTorch, timed beside FlashInfer and the bytes they must move.
 
     python bench/kernels.py [--out FILE.json] [--seconds 240] [--no-flashinfer] [--tune]
 
-`us` is the time of one layer: a graph of many calls over different layers' caches (so that the L2 cache can't help), divided by
-their number; the work list is planned inside the graph, once, as in the engine. FlashInfer plans on the host, outside the graph; it is timed with its
-plan made for exactly this batch (`fi`) and with its CUDA-graph mode (`fi_graph`), the one an engine uses. `--tune` also tries tile shapes
-and variants of the kernel and prints which wins.
+`us` is the time of one layer: a CUDA graph of many calls over different layers' caches (so that the L2 cache can't
+help), divided by their number; the work list is planned inside the graph, once, as in the engine. FlashInfer plans on
+the host, outside the graph; it is timed with its plan made for exactly this batch (`fi`) and with its CUDA-graph mode
+(`fi_graph`), the one an engine uses. `--tune` also tries tile shapes and variants of the kernel and prints which wins.
 """
-import argparse, importlib.util, itertools, json, math, platform, subprocess, sys, tempfile, threading, time, warnings
+import argparse
+import importlib.util
+import itertools
+import json
+import math
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
-import torch
+import torch  # noqa: E402
 
 T0 = time.time()
 DEV, DT = "cuda", torch.bfloat16
@@ -40,7 +51,8 @@ class Step:
         g = torch.Generator().manual_seed(seed)
         ids = torch.randperm(sum(blocks), generator=g).int() + 1
         i32 = lambda a: torch.tensor(a, dtype=torch.int32)
-        self.host = dict(cu_q=i32([0, *itertools.accumulate(n for _, n in rows)]), kv_lens=i32([c + n for c, n in rows]),
+        self.host = dict(cu_q=i32([0, *itertools.accumulate(n for _, n in rows)]),
+                         kv_lens=i32([c + n for c, n in rows]),
                          indptr=i32([0, *itertools.accumulate(blocks)]), indices=ids)
         nd = next((i for i, (_, n) in enumerate(rows) if n > 1), len(rows))
         pos = torch.cat([torch.arange(c, c + n) for c, n in rows]).int().to(DEV)
@@ -63,11 +75,12 @@ class Step:
         for r, (c, n) in enumerate(self.rows):
             a, p, L = int(self.host["cu_q"][r]), self.host["indptr"][r:r + 2].tolist(), c + n
             t = cache[self.host["indices"][p[0]:p[1]].long().to(DEV)].float()
-            k, v = (t[:, i].flatten(0, 1)[:L].transpose(0, 1).repeat_interleave(G, 0) for i in (0, 1))        # (Hq, L, D)
+            k, v = (t[:, i].flatten(0, 1)[:L].transpose(0, 1).repeat_interleave(G, 0) for i in (0, 1))  # (Hq, L, D)
             for b in range(0, n, 256):
                 m = min(256, n - b)
                 s = torch.einsum("qhd,hkd->hqk", self.q[a + b:a + b + m].float(), k)*self.shape[2]**-0.5
-                s.masked_fill_(torch.arange(L, device=DEV) > torch.arange(c + b, c + b + m, device=DEV)[:, None], -torch.inf)
+                future = torch.arange(L, device=DEV) > torch.arange(c + b, c + b + m, device=DEV)[:, None]
+                s.masked_fill_(future, -torch.inf)
                 out[a + b:a + b + m] = torch.einsum("hqk,hkd->qhd", s.softmax(-1), v)
         return out
 
@@ -121,15 +134,19 @@ class FlashInfer:
         kw = {}
         if graph:
             i32 = lambda n: torch.zeros(n, dtype=torch.int32, device=DEV)
-            kw = dict(use_cuda_graph=True, paged_kv_indptr_buffer=i32(B + 1), paged_kv_indices_buffer=i32(len(h["indices"])), paged_kv_last_page_len_buffer=i32(B))
+            kw = dict(use_cuda_graph=True, paged_kv_indptr_buffer=i32(B + 1),
+                      paged_kv_indices_buffer=i32(len(h["indices"])), paged_kv_last_page_len_buffer=i32(B))
         w = self.fi.BatchDecodeWithPagedKVCacheWrapper(self.ws, "NHD", use_tensor_cores=True, **kw)
-        w.plan(h["indptr"], step.meta.indices, (h["kv_lens"] - 1) % 16 + 1, *step.shape, 16, q_data_type=DT, kv_data_type=DT)
+        last = (h["kv_lens"] - 1) % 16 + 1
+        w.plan(h["indptr"], step.meta.indices, last, *step.shape, 16, q_data_type=DT, kv_data_type=DT)
         return w
 
     def prefill(self, step, backend):
         h = step.host
         w = self.fi.BatchPrefillWithPagedKVCacheWrapper(self.ws, "NHD", backend=backend)
-        w.plan(h["cu_q"], h["indptr"], step.meta.indices, (h["kv_lens"] - 1) % 16 + 1, *step.shape, 16, causal=True, q_data_type=DT, kv_data_type=DT)
+        last = (h["kv_lens"] - 1) % 16 + 1
+        w.plan(h["cu_q"], h["indptr"], step.meta.indices, last, *step.shape, 16, causal=True,
+               q_data_type=DT, kv_data_type=DT)
         return w
 
     def time(self, step, w):
@@ -160,7 +177,8 @@ def correctness(ta, res):
         if kind in ("chunks", "mixed"): rows += [(0, 300), (700, 33), (16, 2), (3000, 12), (1, 700), (0, 17)]
         step = Step(rows, shape, seed=len(rows), max_layers=1)
         cache = step.caches[0].clone()
-        last = [(step.host["indices"][int(p) - 1], (c + n) % 16) for p, (c, n) in zip(step.host["indptr"][1:], step.rows)]
+        ends = step.host["indptr"][1:].tolist()
+        last = [(step.host["indices"][p - 1], (c + n) % 16) for p, (c, n) in zip(ends, step.rows)]
         for b, o in last:
             if o: cache[int(b), :, o:] = torch.nan                       # slots behind the end are nobody's
         want, b = step.reference(cache), ta.TritonAttention()
@@ -178,23 +196,27 @@ def correctness(ta, res):
         same, zero = torch.equal(*out), all(int(s[2].abs().max()) == 0 for s in b.memory.values())
         if not (e < 1e-2 and same and zero): bad.append((shape, kind, e, same, zero))
         res["correct"].append(dict(shape=shape, kind=kind, rel_error=e, same_bits=same))
-    log(f"attention: {len(res['correct'])} batches, worst relative error {max(c['rel_error'] for c in res['correct']):.1e}, wrong: {bad or 'none'}")
+    worst = max(c["rel_error"] for c in res["correct"])
+    log(f"attention: {len(res['correct'])} batches, worst relative error {worst:.1e}, wrong: {bad or 'none'}")
     res["wrong"] = [str(b) for b in bad]
 
 
 def check_small(ta, res):
     from miniengine.model import StepMeta, TorchOps
     i32, worst = dict(dtype=torch.int32, device=DEV), 0
-    for T, H, (Hq, Hkv, D) in [(1, 3584, (28, 4, 128)), (7, 1536, (12, 2, 128)), (300, 2048, (32, 8, 64)), (5, 576, (9, 3, 64))]:
+    sizes = [(1, 3584, (28, 4, 128)), (7, 1536, (12, 2, 128)), (300, 2048, (32, 8, 64)), (5, 576, (9, 3, 64))]
+    for T, H, (Hq, Hkv, D) in sizes:
         r = lambda *s: torch.randn(*s, device=DEV, dtype=DT)
         x, res_, w, gu, qkv, n1, n2 = r(T, H), r(T, H), r(H), r(T, 2*H), r(T, (Hq + 2*Hkv)*D), r(D), r(D)
-        meta = lambda: StepMeta(torch.randint(0, 4096, (T,), generator=torch.Generator(DEV).manual_seed(1), **i32), torch.arange(T, **i32)*3 + 5, None, None, None, None, 0, 1)
+        positions = torch.randint(0, 4096, (T,), generator=torch.Generator(DEV).manual_seed(1), **i32)
+        meta = lambda: StepMeta(positions, torch.arange(T, **i32)*3 + 5, None, None, None, None, 0, 1)
         table = torch.randn(4096, D, device=DEV)
         both = []
         for ops in (TorchOps(), ta.TritonOps()):
             kv = torch.zeros(2, T*3//16 + 2, 2, 16, Hkv, D, device=DEV, dtype=DT)
             both.append([ops.rms_norm(x, w, 1e-6), *ops.add_rms_norm(x, res_.clone(), w, 1e-6), ops.silu_mul(gu),
-                         ops.rope_and_cache(qkv, meta(), table, kv[0]), ops.rope_and_cache(qkv, meta(), table, kv[1], (n1, n2, 1e-6)), kv])
+                         ops.rope_and_cache(qkv, meta(), table, kv[0]),
+                         ops.rope_and_cache(qkv, meta(), table, kv[1], (n1, n2, 1e-6)), kv])
         worst = max(worst, *(rel(b, a.float()) for a, b in zip(*both)))
     res["small_rel_error"] = worst
     log(f"small kernels: worst relative error {worst:.1e}")
@@ -206,25 +228,33 @@ def bandwidth():
     return copy_rate()/1e12
 
 
-DECODE_CONFIGS = [(32, 2, 4), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)]
-PREFILL_CONFIGS = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2), (128, 32, 8, 3)]
+# (keys a tile, warps, stages), for prompts with the queries a tile before
+DECODE_CONFIGS = [(32, 2, 4), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3),
+                  (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3)]
+PREFILL_CONFIGS = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2),
+                   (128, 128, 8, 2), (128, 32, 8, 3)]
 VARIANTS = {  # text of the module, changed
     "as is": [],
     "no merge (wrong results)": [("== splits - 1:", "== -1:")],
     "merge 3 in flight": [("6 if BLOCK_M == 16", "3 if BLOCK_M == 16")],
     "merge 10 in flight": [("6 if BLOCK_M == 16", "10 if BLOCK_M == 16")],
-    "block ids in place": [("key, block = start + n, ahead.to(tl.int64)", "key = start + n\n        block = tl.load(ids + (key >> 4), mask=key < hi, other=0).to(tl.int64)"),
-                           ("        ahead = tl.load(ids + (key + BLOCK_N >> 4), mask=key + BLOCK_N < hi, other=0)\n", ""),
-                           ("    ahead = tl.load(ids + (lo + n >> 4), mask=lo + n < hi, other=0)\n", "")],
-    "plain sum": [("D, BLOCK_N, True, True)", "D, BLOCK_N, True, False)"), ("l = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)", "l = tl.zeros([BLOCK_M], tl.float32)"),
+    "block ids in place": [
+        ("key, block = start + n, ahead.to(tl.int64)",
+         "key = start + n\n        block = tl.load(ids + (key >> 4), mask=key < hi, other=0).to(tl.int64)"),
+        ("        ahead = tl.load(ids + (key + BLOCK_N >> 4), mask=key + BLOCK_N < hi, other=0)\n", ""),
+        ("    ahead = tl.load(ids + (lo + n >> 4), mask=lo + n < hi, other=0)\n", "")],
+    "plain sum": [("D, BLOCK_N, True, True)", "D, BLOCK_N, True, False)"),
+                  ("l = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)", "l = tl.zeros([BLOCK_M], tl.float32)"),
                   ("        l = tl.sum(l, 1)\n    else", "    else")],
-    "L2 only loads": [("mask=live[:, None], other=0.)", 'mask=live[:, None], other=0., eviction_policy="evict_first")')],
+    "L2 only loads": [("mask=live[:, None], other=0.)",
+                       'mask=live[:, None], other=0., eviction_policy="evict_first")')],
 }
 
 
 def variant(name):
     "The kernel module with some of its text replaced"
-    text = (ROOT/"miniengine/triton_attention.py").read_text().replace("from .model import", "from miniengine.model import")
+    text = (ROOT/"miniengine/triton_attention.py").read_text()
+    text = text.replace("from .model import", "from miniengine.model import")
     for a, b in VARIANTS[name]:
         assert a in text, f"variant {name!r}: {a!r} isn't in the module any more"
         text = text.replace(a, b)
@@ -256,7 +286,8 @@ def reduce(items, part, stat, out, hkv, sot, soh, GROUP: tl.constexpr, D: tl.con
 def unfused(step, ta, nomerge):
     "Two launches per layer: the kernel without its merge, then a reduction over (item, query head)"
     f = Path(tempfile.gettempdir())/"unfused_reduce.py"; f.write_text(UNFUSED)
-    spec = importlib.util.spec_from_file_location("unfused_reduce", f); m = importlib.util.module_from_spec(spec); spec.loader.exec_module(m)
+    spec = importlib.util.spec_from_file_location("unfused_reduce", f)
+    m = importlib.util.module_from_spec(spec); spec.loader.exec_module(m)
     b, n, (Hq, Hkv, D) = nomerge.TritonAttention(), calls_for(step), step.shape
     b.plan(step.meta)
     def fn():
@@ -264,7 +295,8 @@ def unfused(step, ta, nomerge):
         S = 1 << (l.shape.programs//Hkv + 1).bit_length()
         for i in range(n):
             nomerge.run(l, step.q, step.caches[i % step.layers], step.meta.indices, step.out)
-            m.reduce[(Hq, len(l.items))](l.items, l.scratch[0], l.scratch[1], step.out, Hkv, *step.out.stride()[:2], Hq//Hkv, D, S, num_warps=4)
+            m.reduce[(Hq, len(l.items))](l.items, l.scratch[0], l.scratch[1], step.out, Hkv, *step.out.stride()[:2],
+                                         Hq//Hkv, D, S, num_warps=4)
     us = timed(fn, n)
     return us, rel(step.out, step.reference(step.caches[(n - 1) % step.layers]))
 
@@ -280,52 +312,71 @@ def precompile(part, parts, tune):
         mod = ta if name == "as is" else variant(name)
         bf, i, f = (torch.empty(1 << 16, dtype=d, device=DEV) for d in (DT, torch.int32, torch.float32))
         sb = 32*Hkv*D
-        try: mod._attention.warmup(bf, bf, bf, i, i, f, f, i, 0.1, Hq*D, D, sb, sb//2, Hkv*D, D, Hq*D, D, Hq//Hkv, D, t.block_m, t.block_n, grid=(1,), num_warps=t.warps, num_stages=t.stages)
+        strides = (Hq*D, D, sb, sb//2, Hkv*D, D, Hq*D, D)
+        try: mod._attention.warmup(bf, bf, bf, i, i, f, f, i, 0.1, *strides, Hq//Hkv, D, t.block_m, t.block_n,
+                                   grid=(1,), num_warps=t.warps, num_stages=t.stages)
         except Exception as e: print("precompile", name, t, type(e).__name__, str(e)[:200])
 
 
 def tune(ta, res, deadline):
     "Tile shapes, then how finely to cut, then variants of the kernel; all on a few decode batches"
-    cases = [("qwen2.5-7b", b, c) for b, c in ((1, 512), (1, 1024), (1, 8192), (8, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 2048))]
-    cases += [("qwen2.5-1.5b", 1, 1024), ("qwen2.5-1.5b", 32, 1024), ("llama-3.2-1b", 1, 1024), ("llama-3.2-1b", 32, 1024), ("llama-3.2-1b", 128, 1024)]
+    cases = [("qwen2.5-7b", 1, 512), ("qwen2.5-7b", 1, 1024), ("qwen2.5-7b", 1, 8192)]
+    cases += [("qwen2.5-7b", b, 1024) for b in (8, 32, 64, 128)] + [("qwen2.5-7b", 256, 2048)]
+    cases += [("qwen2.5-1.5b", b, 1024) for b in (1, 32)] + [("llama-3.2-1b", b, 1024) for b in (1, 32, 128)]
     steps = {c: Step([(c[2] - 1, 1)]*c[1], MODELS[c[0]]) for c in cases}
     table = {}
     def attempt(key, case, fn):
         if time.time() - T0 > deadline: return
         try: table.setdefault(key, {})[case] = fn()
-        except Exception as e: table.setdefault(key, {})[case] = math.inf; res["tune_errors"].append(f"{key} {case} {type(e).__name__}: {str(e)[:150]}")
+        except Exception as e:
+            table.setdefault(key, {})[case] = math.inf
+            res["tune_errors"].append(f"{key} {case} {type(e).__name__}: {str(e)[:150]}")
     for case, step in steps.items():
-        for bn, w, s in DECODE_CONFIGS: attempt(("tile", bn, w, s), case, lambda: ours(step, ta, ta.Tiling(16, bn, w, s, 264, 64)))
-    score = lambda k, cs: sum(math.log(table[k].get(c, math.inf)/min(table[j].get(c, math.inf) for j in table if j[0] == k[0])) for c in cs)
+        for bn, w, s in DECODE_CONFIGS:
+            attempt(("tile", bn, w, s), case, lambda: ours(step, ta, ta.Tiling(16, bn, w, s, 264, 64)))
+    fastest = lambda kind, c: min(table[k].get(c, math.inf) for k in table if k[0] == kind)
+    score = lambda k, cs: sum(math.log(table[k].get(c, math.inf)/fastest(k[0], c)) for c in cs)
+    def ranking(kind, cs, n):
+        keys = sorted((k for k in table if k[0] == kind), key=lambda k: score(k, cs))[:n]
+        return ", ".join(f"{k[1:]} {100*(math.exp(score(k, cs)/len(cs)) - 1):.1f}%" for k in keys)
     best = {}
     for D in (128, 64):
         cs = [c for c in cases if MODELS[c[0]][2] == D]
         best[D] = min((k for k in table if k[0] == "tile"), key=lambda k: score(k, cs))
-        log(f"tiles for D={D}, best first (mean loss against the best of each case):",
-            ", ".join(f"{k[1:]} {100*(math.exp(score(k, cs)/len(cs)) - 1):.1f}%" for k in sorted((k for k in table if k[0] == "tile"), key=lambda k: score(k, cs))[:5]))
+        log(f"tiles for D={D}, best first (mean loss against the best of each case):", ranking("tile", cs, 5))
     for case, step in steps.items():
         bn, w, s = best[MODELS[case[0]][2]][1:]
         for programs, least in itertools.product((66, 132, 264, 528, 1056), (64, 128, 256, 512)):
             attempt(("cut", programs, least), case, lambda: ours(step, ta, ta.Tiling(16, bn, w, s, programs, least)))
-    log("cuts, best first:", ", ".join(f"{k[1:]} {100*(math.exp(score(k, cases)/len(cases)) - 1):.1f}%" for k in sorted((k for k in table if k[0] == "cut"), key=lambda k: score(k, cases))[:6]))
+    log("cuts, best first:", ranking("cut", cases, 6))
     mods = {n: variant(n) for n in VARIANTS}
     for case, step in steps.items():
         for n, m in mods.items(): attempt(("variant", n), case, lambda: ours(step, m))
         if case[1] <= 32:
             errs = []
-            attempt(("variant", "two launches"), case, lambda: (lambda r: errs.append(r[1]) or r[0])(unfused(step, ta, mods["no merge (wrong results)"])))
+            def two_launches():
+                us, err = unfused(step, ta, mods["no merge (wrong results)"])
+                errs.append(err)
+                return us
+            attempt(("variant", "two launches"), case, two_launches)
             if errs and errs[0] > 1e-2: res["tune_errors"].append(f"two launches {case}: relative error {errs[0]:.1e}")
-    pre = {f"{n}+{c}{f' x{r}' if r > 1 else ''}": Step([(c, n)]*r, MODELS["qwen2.5-7b"]) for c, n, r in ((0, 512, 1), (0, 2048, 1), (2048, 512, 4), (8192, 64, 1))}
+    pre = {f"{n}+{c}{f' x{r}' if r > 1 else ''}": Step([(c, n)]*r, MODELS["qwen2.5-7b"])
+           for c, n, r in ((0, 512, 1), (0, 2048, 1), (2048, 512, 4), (8192, 64, 1))}
     for name, step in pre.items():
-        for bm, bn, w, s in PREFILL_CONFIGS: attempt(("prefill", bm, bn, w, s), name, lambda: ours(step, ta, None, ta.Tiling(bm, bn, w, s, 132, 256)))
+        for tile in PREFILL_CONFIGS:
+            attempt(("prefill", *tile), name, lambda: ours(step, ta, None, ta.Tiling(*tile, 132, 256)))
     short = lambda c: c if isinstance(c, str) else f"{c[0].split('-')[-1]} {c[1]}x{c[2]}"
     for kind in ("tile", "cut", "variant", "prefill"):
         cols = list(pre) if kind == "prefill" else cases
         print(f"\n{kind} (us)" + " "*16 + " ".join(f"{short(c):>11}" for c in cols))
         for k in (k for k in table if k[0] == kind):
-            low = [min(table[j].get(c, math.inf) for j in table if j[0] == kind and "wrong" not in str(j)) for c in cols]
-            print(f"{' '.join(map(str, k[1:])):24s}" + " ".join(f"{table[k].get(c, math.nan):10.1f}{'*' if table[k].get(c) == m else ' '}" for c, m in zip(cols, low)))
-    res["tune"] = [dict(kind=k[0], config=k[1:], case=short(c), us=u) for k, row in table.items() for c, u in row.items()]
+            right = [j for j in table if j[0] == kind and "wrong" not in str(j)]
+            least = [min(table[j].get(c, math.inf) for j in right) for c in cols]
+            star = lambda c, m: "*" if table[k].get(c) == m else " "
+            times = [f"{table[k].get(c, math.nan):10.1f}{star(c, m)}" for c, m in zip(cols, least)]
+            print(f"{' '.join(map(str, k[1:])):24s}" + " ".join(times))
+    res["tune"] = [dict(kind=k[0], config=k[1:], case=short(c), us=u)
+                   for k, row in table.items() for c, u in row.items()]
     for e in res["tune_errors"][:6]: log(e)
 
 
@@ -338,12 +389,14 @@ def decode(ta, fi, res, bw, deadline):
             if fi and READY.get(f"fa2-{shape[2]}"):
                 for key, g in (("fi_us", False), ("fi_graph_us", True)):
                     try: r[key] = fi.time(step, fi.decode(step, g))
-                    except Exception as e: res["errors"].append(f"flashinfer {name} {rows}x{context} graph={g}: {str(e)[:200]}")
+                    except Exception as e:
+                        res["errors"].append(f"flashinfer {name} {rows}x{context} graph={g}: {str(e)[:200]}")
             res["decode"].append(r)
 
 
 def prefill(ta, fi, res, deadline):
-    cases = [("qwen2.5-7b", c, n, r) for c, n, r in ((0, 512, 1), (2048, 512, 1), (0, 2048, 1), (2048, 2048, 1), (2048, 512, 4), (8192, 64, 1))]
+    cases = [("qwen2.5-7b", c, n, r) for c, n, r in
+             ((0, 512, 1), (2048, 512, 1), (0, 2048, 1), (2048, 2048, 1), (2048, 512, 4), (8192, 64, 1))]
     cases += [(m, c, n, 1) for m in ("qwen2.5-1.5b", "llama-3.2-1b") for c, n in ((0, 512), (2048, 512), (0, 2048))]
     for name, c, n, r in cases:
         if time.time() - T0 > deadline: return
@@ -375,13 +428,18 @@ def small(ta, res, bw):
     "The small kernels of one layer of Qwen2.5-7B"
     from miniengine.model import StepMeta
     H, I, (Hq, Hkv, D), ops = 3584, 18944, MODELS["qwen2.5-7b"], ta.TritonOps
-    kv, table, w = Step.pool[:4096*32*Hkv*D].view(-1, 2, 16, Hkv, D), torch.randn(8192, D, device=DEV), torch.randn(H, device=DEV, dtype=DT)
+    kv = Step.pool[:4096*32*Hkv*D].view(-1, 2, 16, Hkv, D)
+    table, w = torch.randn(8192, D, device=DEV), torch.randn(H, device=DEV, dtype=DT)
     for T in (1, 32, 256, 2048):
         r = lambda *s: [torch.randn(*s, device=DEV, dtype=DT) for _ in range(8)]
         x, y, gu, qkv = r(T, H), r(T, H), r(T, 2*I), r(T, (Hq + 2*Hkv)*D)
-        meta = StepMeta(torch.arange(T, device=DEV).int(), torch.randperm(T, device=DEV).int() + 16, None, None, None, None, 0, 1)
-        for name, fn, size in (("rms_norm", lambda i: ops.rms_norm(x[i], w, 1e-6), 2*T*H), ("add_rms_norm", lambda i: ops.add_rms_norm(x[i], y[i], w, 1e-6), 4*T*H),
-                               ("silu_mul", lambda i: ops.silu_mul(gu[i]), 3*T*I), ("rope_and_cache", lambda i: ops.rope_and_cache(qkv[i], meta, table, kv), 2*T*(Hq + 2*Hkv)*D)):
+        positions, slots = torch.arange(T, device=DEV).int(), torch.randperm(T, device=DEV).int() + 16
+        meta = StepMeta(positions, slots, None, None, None, None, 0, 1)
+        kernels = (("rms_norm", lambda i: ops.rms_norm(x[i], w, 1e-6), 2*T*H),
+                   ("add_rms_norm", lambda i: ops.add_rms_norm(x[i], y[i], w, 1e-6), 4*T*H),
+                   ("silu_mul", lambda i: ops.silu_mul(gu[i]), 3*T*I),
+                   ("rope_and_cache", lambda i: ops.rope_and_cache(qkv[i], meta, table, kv), 2*T*(Hq + 2*Hkv)*D))
+        for name, fn, size in kernels:
             us = timed(lambda: [fn(i) for i in range(8)], 8)
             torch.cuda.synchronize(); t = time.perf_counter()
             for i in range(40): fn(i % 8)
@@ -405,9 +463,11 @@ def background(kinds, out):
     "Compile FlashInfer's modules and our tile shapes in other processes meanwhile"
     def go(name, args):
         t = time.time()
-        with open(out/f"compile_{name}.log", "w") as f: rc = subprocess.run([sys.executable, __file__, *args], stdout=f, stderr=subprocess.STDOUT).returncode
+        with open(out/f"compile_{name}.log", "w") as f:
+            rc = subprocess.run([sys.executable, __file__, *args], stdout=f, stderr=subprocess.STDOUT).returncode
         READY[name] = rc == 0
-        log(f"compiled {name} in {time.time() - t:.0f} s" if rc == 0 else f"compiling {name} FAILED, see compile_{name}.log")
+        if rc == 0: log(f"compiled {name} in {time.time() - t:.0f} s")
+        else: log(f"compiling {name} FAILED, see compile_{name}.log")
     threads = [threading.Thread(target=go, args=a, daemon=True) for a in kinds]
     for t in threads: t.start()
     return threads
@@ -429,16 +489,24 @@ def main():
     import triton
     from miniengine import triton_attention as ta
     p = torch.cuda.get_device_properties(0)
-    res = dict(machine=dict(gpu=p.name, multiprocessors=p.multi_processor_count, driver=subprocess.run("nvidia-smi --query-gpu=driver_version --format=csv,noheader", shell=True, capture_output=True, text=True).stdout.strip(), cpu=platform.processor()),
-               versions=dict(python=platform.python_version(), torch=torch.__version__, triton=triton.__version__, cuda=torch.version.cuda), command=" ".join(sys.argv), date=time.strftime("%Y-%m-%d"),
+    smi = "nvidia-smi --query-gpu=driver_version --format=csv,noheader".split()
+    driver = subprocess.run(smi, capture_output=True, text=True).stdout.strip()
+    res = dict(machine=dict(gpu=p.name, multiprocessors=p.multi_processor_count, driver=driver,
+                            cpu=platform.processor()),
+               versions=dict(python=platform.python_version(), torch=torch.__version__, triton=triton.__version__,
+                             cuda=torch.version.cuda),
+               command=" ".join(sys.argv), date=time.strftime("%Y-%m-%d"),
                tilings=dict(decode=ta.tiling(1, 7)._asdict(), prefill=ta.tiling(512, 7)._asdict()),
                correct=[], wrong=[], decode=[], prefill=[], small=[], errors=[], tune_errors=[])
-    save = lambda: out.write_text(json.dumps(res, indent=1, default=str).replace("Infinity", "null").replace("NaN", "null"))
+    def save():
+        text = json.dumps(res, indent=1, default=str)
+        out.write_text(text.replace("Infinity", "null").replace("NaN", "null"))
     def stage(name, fn, *args):
         try: fn(*args)
         except Exception as e:
             import traceback
-            res["errors"].append(f"{name}: {traceback.format_exc()[-1500:]}"); log(f"{name} FAILED: {type(e).__name__}: {str(e)[:600]}")
+            res["errors"].append(f"{name}: {traceback.format_exc()[-1500:]}")
+            log(f"{name} FAILED: {type(e).__name__}: {str(e)[:600]}")
         save()
     for t in our_jobs: t.join(max(1, 70 + T0 - time.time()))
     stage("correctness", correctness, ta, res)
@@ -463,17 +531,25 @@ def main():
 
 
 def report(res):
-    print("\nsmall kernels of a 7B layer, us (floor) [host us to launch]   plan %.1f us, attention launch on the host %.0f us" % (res.get("plan_us", math.nan), res.get("attention_host_us", math.nan)))
-    for T in (1, 32, 256, 2048): print(f"{T:5d} tokens  " + "  ".join(f"{s['kernel']} {s['us']:.1f} ({s['floor_us']:.1f}) [{s['host_us']:.0f}]" for s in res["small"] if s["tokens"] == T))
+    plan, host = res.get("plan_us", math.nan), res.get("attention_host_us", math.nan)
+    print("\nsmall kernels of a 7B layer, us (floor) [host us to launch]   "
+          f"plan {plan:.1f} us, attention launch on the host {host:.0f} us")
+    for T in (1, 32, 256, 2048):
+        print(f"{T:5d} tokens", *(f"{s['kernel']} {s['us']:.1f} ({s['floor_us']:.1f}) [{s['host_us']:.0f}]"
+                                  for s in res["small"] if s["tokens"] == T), sep="  ")
     print("\nprefill, us and TFLOP/s: ours, fa2, fa3")
     for x in res["prefill"]:
-        print(f"{x['model']:14s}{x['rows']}x{x['new']:4d} over {x['context']:5d}: {x['us']:7.1f} ({x['tflops']:.0f})  fa2 {x.get('fa2_us', math.nan):7.1f}  fa3 {x.get('fa3_us', math.nan):7.1f}  best/ours {min(x.get('fa2_us', math.inf), x.get('fa3_us', math.inf))/x['us']:.2f}")
+        fa2, fa3 = x.get("fa2_us", math.nan), x.get("fa3_us", math.nan)
+        best = min(x.get("fa2_us", math.inf), x.get("fa3_us", math.inf))
+        print(f"{x['model']:14s}{x['rows']}x{x['new']:4d} over {x['context']:5d}: {x['us']:7.1f} ({x['tflops']:.0f})  "
+              f"fa2 {fa2:7.1f}  fa3 {fa3:7.1f}  best/ours {best/x['us']:.2f}")
     if "mixed" in res: print(res["mixed"])
-    print("\ndecode, us per layer (share of the copy bandwidth), and how many times FlashInfer's best of its two modes takes; contexts 512, 1k, 2k, 8k")
+    print("\ndecode, us per layer (share of the copy bandwidth), and how many times FlashInfer's best of its two modes "
+          "takes; contexts 512, 1k, 2k, 8k")
     fi = lambda d: min(d.get("fi_us", math.inf), d.get("fi_graph_us", math.inf))
     for key, group in itertools.groupby(res["decode"], lambda d: (d["model"], d["rows"])):
-        print(f"{key[0]:13s}{key[1]:4d} rows" + "".join(f" | {d['us']:7.1f} ({100*d['floor_us']/d['us']:3.0f}%) {fi(d)/d['us']:5.2f}x" for d in group))
-
+        cells = (f"{d['us']:7.1f} ({100*d['floor_us']/d['us']:3.0f}%) {fi(d)/d['us']:5.2f}x" for d in group)
+        print(f"{key[0]:13s}{key[1]:4d} rows", *cells, sep=" | ")
 
 
 if __name__ == "__main__": main()
