@@ -79,7 +79,7 @@ def test_quarto_options_are_yaml(path):
         for s in c["source"].splitlines():
             m = re.match(r"^\s*#\s*\|\s*(.*?)\s*$", s)
             if not m: break
-            assert not re.match(r"(export\w*|hide|cuda|slow|notest)\s*:", m[1]), f"no colon after nbdev's directives: {s}"
+            assert not re.match(r"(export\w*|hide|cuda|slow|notest)\s*:", m[1]), f"no colon after a directive: {s}"
             if re.match(r"[\w-]+\s*:\s*\S", m[1]): lines.append(m[1])
         opts = yaml.safe_load("\n".join(lines)) or {}
         assert isinstance(opts, dict), lines
@@ -88,8 +88,9 @@ def test_quarto_options_are_yaml(path):
 
 def labels():
     found = [m for t in pages().values() for m in re.findall(rf"\{{[^}}]*#((?:{KINDS})-[\w-]+)", t)]
+    label = rf"^\s*#\s*\|\s*label:\s*((?:{KINDS})-[\w-]+)"
     for p in NBS:
-        for c in cells(p, "code"): found += re.findall(rf"^\s*#\s*\|\s*label:\s*((?:{KINDS})-[\w-]+)", c["source"], re.M)
+        for c in cells(p, "code"): found += re.findall(label, c["source"], re.M)
     return found
 
 
@@ -97,7 +98,8 @@ def test_cross_references_resolve():
     have = labels()
     twice = [k for k, n in Counter(have).items() if n > 1]
     assert not twice, f"labels used twice: {twice}"
-    used = [(p.name, r) for p, t in pages().items() for r in re.findall(rf"(?<![\w@])@((?:{KINDS})-\w[\w-]*)", prose(t))]
+    ref = rf"(?<![\w@])@((?:{KINDS})-\w[\w-]*)"
+    used = [(p.name, r) for p, t in pages().items() for r in re.findall(ref, prose(t))]
     bad = [f"{name}: @{r}" for name, r in used if r not in have]
     assert not bad, bad
 
@@ -111,7 +113,8 @@ def test_plot_names_are_unique():
 def test_local_links_and_pictures_exist():
     bad = []
     for p, text in pages().items():
-        for target in re.findall(r"\]\(\s*<?([^)\s>]+)", prose(text)) + re.findall(r'(?:src|href)="([^"]+)"', prose(text)):
+        text = prose(text)
+        for target in re.findall(r"\]\(\s*<?([^)\s>]+)", text) + re.findall(r'(?:src|href)="([^"]+)"', text):
             if re.match(r"[a-z][a-z0-9+.-]*:|#", target): continue
             base = ROOT if target.startswith("/") else p.parent
             if not (base/target.lstrip("/").split("#")[0]).exists(): bad.append(f"{p.name}: {target}")

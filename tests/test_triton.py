@@ -1,4 +1,7 @@
-"""The Triton kernels against plain PyTorch: under Triton's interpreter on a CPU (float32, float16), compiled on a GPU (bfloat16 too)."""
+"""The Triton kernels against plain PyTorch.
+
+On a CPU under Triton's interpreter (float32, float16), on a GPU compiled (bfloat16 too).
+"""
 import os
 
 import numpy as np
@@ -26,7 +29,9 @@ def random_step(seed, rows, Hq, Hkv, D, dtype=torch.float32, spare=3):
     g = torch.Generator().manual_seed(seed)
     cache = torch.full((sum(n) + spare + 1, 2, 16, Hkv, D), torch.nan)
     for t, (c, m) in zip(tables, rows):
-        for i, b in enumerate(t): cache[b, :, :min(16, c + m - 16*i)] = torch.randn(2, min(16, c + m - 16*i), Hkv, D, generator=g)
+        for i, b in enumerate(t):
+            used = min(16, c + m - 16*i)
+            cache[b, :, :used] = torch.randn(2, used, Hkv, D, generator=g)
     q = torch.randn(sum(m for _, m in rows), Hq, D, generator=g)
     return q.to(DEV, dtype), cache.to(DEV, dtype), step_meta([(t, c, m) for t, (c, m) in zip(tables, rows)], device=DEV)
 
@@ -60,13 +65,15 @@ EDGES = [0, 14, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 300]
 HEADS = [(2*g, 2, 64) for g in (1, 2, 3, 4, 5, 6, 8)] + [(7, 1, 128), (7, 1, 64), (12, 2, 128), (8, 2, 32)]
 
 
-CASES = [(h, torch.float32) for h in HEADS] + [(h, t) for t in DTYPES[1:] for h in (HEADS if CUDA else HEADS[3:4] + HEADS[7:9])]
+HALF_HEADS = HEADS if CUDA else HEADS[3:4] + HEADS[7:9]
+CASES = [(h, torch.float32) for h in HEADS] + [(h, t) for t in DTYPES[1:] for h in HALF_HEADS]
 
 
 @pytest.mark.parametrize("heads,dtype", CASES, ids=str)
 def test_mixed_batches_agree_with_the_definition(heads, dtype):
     rng = np.random.default_rng(sum(heads))
-    rows = [(int(c), 1) for c in rng.choice(EDGES, 4)] + [(int(c), int(n)) for c, n in zip(rng.choice(EDGES[:8], 2), (2, 33))]
+    rows = [(int(c), 1) for c in rng.choice(EDGES, 4)]
+    rows += [(int(c), n) for c, n in zip(rng.choice(EDGES[:8], 2), (2, 33))]
     check(*random_step(sum(heads), rows, *heads, dtype))
 
 
@@ -97,8 +104,9 @@ def test_padded_rows_write_zeros_and_disturb_nobody():
     q, cache, meta = random_step(1, [(40, 1), (20, 1)], 4, 2, 64)
     alone = attend(q, cache, meta)
     pad = lambda t, v: torch.cat([t, torch.full((3,), v, dtype=t.dtype, device=DEV)])
-    padded = StepMeta(positions=pad(meta.positions, 0), slots=pad(meta.slots, 0), indices=pad(meta.indices, 0), kv_lens=pad(meta.kv_lens, 0),
-                      cu_q=torch.arange(6, dtype=torch.int32, device=DEV), indptr=pad(meta.indptr, int(meta.indptr[-1])), num_decodes=5, max_q=1)
+    zero = {k: pad(getattr(meta, k), 0) for k in ("positions", "slots", "indices", "kv_lens")}
+    padded = StepMeta(**zero, cu_q=torch.arange(6, dtype=torch.int32, device=DEV),
+                      indptr=pad(meta.indptr, int(meta.indptr[-1])), num_decodes=5, max_q=1)
     out = attend(torch.cat([q, q, q])[:5], cache, padded)
     torch.testing.assert_close(out[:2], alone, rtol=0, atol=1e-6)
     assert (out[2:] == 0).all()
@@ -178,10 +186,12 @@ def test_rope_and_cache_write(heads, norm, dtype):
     qkv, qw, kw = rand(6, (Hq + 2*Hkv)*D), rand(D), rand(D)
     table = torch.randn(50, D, generator=g).to(DEV)
     ints = lambda *a: torch.tensor(a, dtype=torch.int32, device=DEV)
-    meta = lambda: StepMeta(positions=ints(3, 0, 49, 7, 0, 0), slots=ints(16, 40, 79, 33, 0, 1), cu_q=None, kv_lens=None, indptr=None, indices=None, num_decodes=0, max_q=1)
+    meta = lambda: StepMeta(positions=ints(3, 0, 49, 7, 0, 0), slots=ints(16, 40, 79, 33, 0, 1), cu_q=None,
+                            kv_lens=None, indptr=None, indices=None, num_decodes=0, max_q=1)
     a, b = torch.zeros(2, 5, 2, 16, Hkv, D, device=DEV, dtype=dtype)
     norms = (qw, kw, 1e-5) if norm else None
-    want, got = TorchOps().rope_and_cache(qkv, meta(), table, a, norms), ta.TritonOps.rope_and_cache(qkv, meta(), table, b, norms)
+    want = TorchOps().rope_and_cache(qkv, meta(), table, a, norms)
+    got = ta.TritonOps.rope_and_cache(qkv, meta(), table, b, norms)
     tol = dict(rtol=EPS[dtype], atol=EPS[dtype])
     torch.testing.assert_close(got, want, **tol)
     torch.testing.assert_close(b, a, **tol)
@@ -209,7 +219,8 @@ def test_norms_and_silu(T, H, dtype):
 def test_module_can_be_imported_without_triton(tmp_path):
     import subprocess
     import sys
-    code = ("import sys; sys.modules['triton'] = None\nfrom miniengine import triton_attention as ta, model\nimport torch\n"
+    code = ("import sys; sys.modules['triton'] = None\n"
+            "from miniengine import triton_attention as ta, model\nimport torch\n"
             "try: ta.TritonOps.silu_mul(torch.zeros(1, 2))\nexcept ImportError as e: print(e)")
     r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "this needs the `triton` package" in r.stdout, r.stderr
