@@ -51,15 +51,31 @@ def _engine(folder):
     return out
 
 
+def folder(key, machine="h200"):
+    "Of a model's folders (`7b`, `qwen2.5-7b`) the one with most rates of both engines, the longer name if equal; None if there is none"
+    found = [p for p in sorted((RESULTS/machine).glob("*")) if p.is_dir() and p.name in (key, f"qwen2.5-{key}")]
+    return max(found, key=lambda p: min(len(list((p/s).glob("*.json"))) for s in SIDES), default=None) if found else None
+
+
 def sweep(machine="h200"):
-    "{model: {engine: {rate: result}}}; of a model's folders (`7b`, `qwen2.5-7b`) the one with most results of both engines"
-    out = {}
-    for key in MODELS:
-        found = [{d.name: _engine(d) for d in sorted(p.iterdir()) if d.is_dir()} for p in sorted((RESULTS/machine).glob("*"))
-                 if p.is_dir() and p.name in (key, f"qwen2.5-{key}")]
-        both = lambda e: min(len(e.get(s, {})) for s in SIDES)
-        if found: out[key] = max(found, key=both)
-    return out
+    "{model: {engine: {rate: result}}} of the chosen folders"
+    return {key: {d.name: _engine(d) for d in sorted(p.iterdir()) if d.is_dir()} for key in MODELS if (p := folder(key, machine))}
+
+
+def environment(key="7b", machine="h200"):
+    """Machine, versions, commit and command lines of a model's sweep: machine, date, commit, versions, what, launch, client, notes
+
+    From the file that bench/sweep.py leaves in the model's folder, or from the machine's `environment.json`.
+    """
+    own = folder(key, machine)/"environment.json"
+    if not own.exists(): return read(f"{machine}/environment.json")
+    d = json.loads(own.read_text()); runs = d["runs"]
+    gpu = d["gpu"][0].split(",") if d["gpu"] else [d["cpu"]]
+    return dict(machine=f"{gpu[0]}" + (f" ({gpu[1].strip()}), driver {gpu[2].strip()}" if len(gpu) > 2 else "") + f", {d['cpus']} CPU cores", date=d["date"][:10], commit=d["git"],
+                versions={k.removesuffix("-python"): v for k, v in d["versions"].items()} | {"python": d["python"]},
+                what=f"One server at a time, started for each engine and round ({max(r['round'] for r in runs)} rounds, the order reversed every other round), one client for all; prompts `{runs[0]['fresh']}` between rates. Random weights, ShareGPT prompts, greedy, outputs of the data set's lengths (--ignore-eos).",
+                launch={r["engine"]: r["serve"] for r in runs}, client="miniengine bench serve " + runs[0]["client"],
+                notes=[f"{r['engine']}, round {r['round']}: ready after {', '.join(str(t) for t in r['start_s'])} s" for r in runs])
 
 
 def common(engines):
@@ -201,7 +217,7 @@ def step_files(machine="h200"):
 def step_table(files):
     rows = [(d["model"].split(",")[0], r["attn"], f"{r['rows']} × {r['context']:,}", f"{r['floor_ms']:.2f}",
              f"{r['graph_ms']:.2f}" if r.get("graph_ms") else "–", f"{r['step_ms']:.2f}", f"{r['ratio']:.2f}") for d in files for r in d["results"]]
-    return md(["model", "attention", "rows × context", "floor (ms)", "graph (ms)", "step (ms)", "step or graph / floor"], rows)
+    return md(["model", "attention", "rows × context", "floor (ms)", "graph (ms)", "step (ms)", "step / floor"], rows)
 
 
 def step_split(k, step, layers=28):
@@ -471,7 +487,8 @@ def gate_table(data): return md(["required", "measured", ""], gate_rows(data)).r
 
 
 # --- size of the engine ---
-HARNESS = ("bench", "glass", "trace", "sweep")   # measures the engine and is no part of it
+ENGINE = ("config", "kv_blocks", "scheduler", "model", "weights", "attention", "triton_attention", "sampler", "runner", "prefix_cache", "text", "engine")
+SURFACE = ("server", "cli", "structured", "tools", "glass")   # what people and programs talk to; the rest is the harness
 
 
 def code_lines(src):
@@ -487,12 +504,16 @@ def code_lines(src):
     return len(used - doc)
 
 
-def engine_lines():
-    "{module: code lines} of the engine, the harness left out"
-    return {p.stem: code_lines(p.read_text(encoding="utf-8")) for p in sorted((ROOT/"miniengine").glob("*.py"))
-            if p.stem != "_modidx" and not any(h in p.stem for h in HARNESS)}
+def sizes():
+    "Code lines: {module: n} of the engine (chapters 1 to 12), of the surface around it, and of the harness that measures it"
+    n = {p.stem: code_lines(p.read_text(encoding="utf-8")) for p in sorted((ROOT/"miniengine").glob("*.py")) if p.stem not in ("__init__", "_modidx")}
+    pick = lambda names: {k: n[k] for k in names if k in n}
+    return dict(engine=pick(ENGINE), surface=pick(SURFACE), harness=pick(k for k in n if k not in ENGINE + SURFACE))
 
 
-def about_lines():
-    "The engine's code lines to the nearest hundred, as titles state them"
-    return f"{round(sum(engine_lines().values()), -2):,}"
+def total(part): return sum(sizes()[part].values())
+
+
+def about_lines(part="engine"):
+    "Code lines of the engine (or another part) to the nearest hundred, as titles state them"
+    return f"{round(total(part), -2):,}"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import test_package
 from test_package import code_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,10 @@ def test_lines_are_counted_as_the_package_test_counts_them():
     for p in (ROOT/"miniengine").glob("*.py"):
         src = p.read_text(encoding="utf-8")
         assert report.code_lines(src) == code_lines(src), p.name
+
+
+def test_the_size_in_the_title_is_that_of_the_engine_as_the_package_test_defines_it():
+    assert report.ENGINE == test_package.ENGINE and report.SURFACE == test_package.SURFACE
 
 
 def test_results_that_are_missing_are_said_to_be_missing():

@@ -1,5 +1,5 @@
 """Write the chapter list of _quarto.yml from nbs/ (Quarto's book.chapters takes no globs); `--check` only compares."""
-import sys
+import re, sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -9,7 +9,7 @@ def chapters():
     "The lines between `chapters:` and the next top-level key: parts begin at the notebook numbers of PARTS"
     out, part = ["    - index.qmd"], None
     for p in sorted((ROOT/"nbs").glob("[0-9]*.ipynb")):
-        name = [t for n, t in PARTS if n <= int(p.name.split("_")[0])][-1]
+        name = [t for n, t in PARTS if n <= int(re.match(r"\d+", p.name)[0])][-1]
         if name != part: out += [f'    - part: "{name}"', "      chapters:"]
         out.append(f"        - nbs/{p.name}"); part = name
     return "\n".join(out) + "\n"
