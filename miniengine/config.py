@@ -215,7 +215,9 @@ class SamplingParams(Checked):
     structured: object = None                         # a structured-output spec
 
     @property
-    def greedy(self) -> bool: return self.temperature == 0
+    def greedy(self) -> bool:
+        "Always the likeliest token?"
+        return self.temperature == 0
 
 # %% ../nbs/01_config.ipynb #f10030ef
 @patch

@@ -43,7 +43,9 @@ class Tokenizer:
             if token.special: self.shown[i] = b""
         self.eos_ids = () if hf.eos_token_id is None else (hf.eos_token_id,)
 
-    def token_bytes(self, i: int) -> bytes: return self.table[i] if 0 <= i < self.vocab_size else b""
+    def token_bytes(self, i: int) -> bytes:
+        "The bytes that token `i` stands for; none if there is no such token"
+        return self.table[i] if 0 <= i < self.vocab_size else b""
 
 # %% ../nbs/11_text.ipynb #cffa64ac
 @patch
