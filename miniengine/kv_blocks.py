@@ -95,4 +95,5 @@ def check(self: BlockPool,
         for b in t: held[b] += 1
     assert held[0] == 0 and 0 not in self.queue, "block 0 is reserved"
     assert held == self.refs, "reference counts differ from the tables"
-    assert all((b in self.queue) == (held[b] == 0) for b in range(1, self.num_blocks)), "queue and tables overlap or leak"
+    unheld = {b for b in range(1, self.num_blocks) if held[b] == 0}
+    assert self.queue.keys() == unheld, "queue and tables overlap or leak"
