@@ -19,16 +19,16 @@ def step_meta(
     device="cpu",  # where the tensors go
 ) -> StepMeta:
     "Index arrays of a step, from its rows"
-    n = np.array([r[2] for r in rows])
-    pos = np.concatenate([np.arange(s, s + k) for _, s, k in rows])
-    slots = np.concatenate([np.array(t)[np.arange(s, s + k)//block_size]*block_size + np.arange(s, s + k) % block_size for t, s, k in rows])
-    kv_lens = np.array([s + k for _, s, k in rows])
-    used = [t[:-(-kv//block_size)] for (t, _, _), kv in zip(rows, kv_lens)]
-    host = dict(cu_q=np.concatenate([[0], n.cumsum()]), kv_lens=kv_lens, indptr=np.concatenate([[0], np.cumsum([len(u) for u in used])]), indices=np.concatenate(used))
+    bs, ns, ends = block_size, [n for *_, n in rows], [start + n for _, start, n in rows]
+    pos = [np.arange(start, start + n) for _, start, n in rows]
+    slots = [np.array(table)[p//bs]*bs + p % bs for (table, *_), p in zip(rows, pos)]
+    used = [table[:-(-end//bs)] for (table, *_), end in zip(rows, ends)]
+    offsets = lambda sizes: np.cumsum([0, *sizes])
+    host = dict(cu_q=offsets(ns), kv_lens=np.array(ends), indptr=offsets(map(len, used)), indices=np.concatenate(used))
     host = {k: v.astype(np.int32) for k, v in host.items()}
     dev = lambda a: torch.from_numpy(a.astype(np.int32)).to(device)
-    decodes = int(np.argmax(n > 1)) if (n > 1).any() else len(rows)
-    return StepMeta(positions=dev(pos), slots=dev(slots), **{k: dev(v) for k, v in host.items()}, num_decodes=decodes, max_q=int(n.max()), host=host)
+    return StepMeta(positions=dev(np.concatenate(pos)), slots=dev(np.concatenate(slots)), host=host,
+                    **{k: dev(v) for k, v in host.items()}, num_decodes=ns.count(1), max_q=max(ns))
 
 # %% ../nbs/06_attention.ipynb #62e3e9c2
 class TorchAttention:
@@ -47,7 +47,8 @@ class TorchAttention:
         kv, first = h["kv_lens"][rows], h["indptr"][rows]
         width = -(-int(kv.max())//self.block_size)
         cols = np.arange(width)
-        table = h["indices"][np.minimum(first[:, None] + cols, len(h["indices"]) - 1)]*(cols < -(-kv//self.block_size)[:, None])
+        own = cols < -(-kv//self.block_size)[:, None]  # the other cells are padding: block 0
+        table = h["indices"][np.minimum(first[:, None] + cols, len(h["indices"]) - 1)]*own
         dev = lambda a: torch.from_numpy(a).to(meta.slots.device)
         L = int(kv.max()) if len(rows) == 1 else width*self.block_size
         mask = None if len(rows) == 1 else dev(np.arange(L) < kv[:, None])[:, None, None]
@@ -70,7 +71,8 @@ def plan(self: TorchAttention,
     for r in range(nd, len(h["kv_lens"])):
         q0, q1, L = (int(x) for x in (h["cu_q"][r], h["cu_q"][r + 1], h["kv_lens"][r]))
         both = torch.from_numpy(self._halves(h["indices"][h["indptr"][r]:h["indptr"][r + 1]])).to(meta.slots.device)
-        mask = None if q1 - q0 == L else torch.ones(q1 - q0, L, dtype=torch.bool, device=both.device).tril(L - (q1 - q0))
+        mask, n = None, q1 - q0
+        if n < L: mask = torch.ones(n, L, dtype=torch.bool, device=both.device).tril(L - n)
         self.prefills.append((q0, q1, L, both, mask))
 
 # %% ../nbs/06_attention.ipynb #f2281a9d
@@ -120,8 +122,10 @@ class FlashInferAttention:
         if n not in self.captured:
             if not self.captured: self.indices = torch.zeros(self.max_indices, dtype=torch.int32, device=self.device)
             ints = lambda k: torch.zeros(k, dtype=torch.int32, device=self.device)
-            self.captured[n] = self.fi.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True,
-                paged_kv_indptr_buffer=ints(n + 1), paged_kv_indices_buffer=self.indices, paged_kv_last_page_len_buffer=ints(n))
+            self.captured[n] = self.fi.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True,
+                paged_kv_indptr_buffer=ints(n + 1), paged_kv_indices_buffer=self.indices,
+                paged_kv_last_page_len_buffer=ints(n))
         return self.captured[n]
 
 # %% ../nbs/06_attention.ipynb #867948b7
@@ -138,7 +142,8 @@ def plan(self: FlashInferAttention,
     if nd: self.decode.plan(indptr[:nd + 1], meta.indices[:int(indptr[nd])], last[:nd], *self.shape, **self.dtypes)
     if nd < rows:
         start, q = int(indptr[nd]), host["cu_q"][nd:] - host["cu_q"][nd]
-        self.prefill.plan(q, indptr[nd:] - start, meta.indices[start:], last[nd:], *self.shape, causal=True, **self.dtypes)
+        self.prefill.plan(q, indptr[nd:] - start, meta.indices[start:], last[nd:], *self.shape, causal=True,
+                          **self.dtypes)
 
 @patch
 def __call__(self: FlashInferAttention,

@@ -60,7 +60,8 @@ def pack(self: TorchOps,
 ):
     "Copy the matrices of `model` into oneDNN's layout, for `linear`"
     for m in model.modules():
-        if isinstance(m, (nn.Linear, nn.Embedding)): self.packed[id(m.weight)] = torch.ops.mkldnn._reorder_linear_weight(m.weight, 16)
+        if isinstance(m, (nn.Linear, nn.Embedding)):
+            self.packed[id(m.weight)] = torch.ops.mkldnn._reorder_linear_weight(m.weight, 16)
 
 @patch
 def linear(self: TorchOps, x, weight, bias=None):  # (T, in), (out, in), (out,) -> (T, out)
@@ -115,10 +116,11 @@ def rope_and_cache(self: TorchOps,
 # %% ../nbs/04_model.ipynb #c11ec9aa
 def _block(cfg: ModelConfig) -> nn.ModuleDict:
     "Parameters of one transformer layer"
-    H, D, linear = cfg.hidden_size, cfg.head_dim, nn.Linear
-    attn = dict(qkv_proj=linear(H, (cfg.num_heads + 2*cfg.num_kv_heads)*D, bias=cfg.qkv_bias), o_proj=linear(cfg.num_heads*D, H, bias=False))
+    H, I, D, linear = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim, nn.Linear
+    attn = dict(qkv_proj=linear(H, (cfg.num_heads + 2*cfg.num_kv_heads)*D, bias=cfg.qkv_bias),
+                o_proj=linear(cfg.num_heads*D, H, bias=False))
     if cfg.qk_norm: attn |= dict(q_norm=nn.RMSNorm(D), k_norm=nn.RMSNorm(D))
-    mlp = dict(gate_up_proj=linear(H, 2*cfg.intermediate_size, bias=False), down_proj=linear(cfg.intermediate_size, H, bias=False))
+    mlp = dict(gate_up_proj=linear(H, 2*I, bias=False), down_proj=linear(I, H, bias=False))
     return nn.ModuleDict(dict(self_attn=nn.ModuleDict(attn), mlp=nn.ModuleDict(mlp),
                               input_layernorm=nn.RMSNorm(H), post_attention_layernorm=nn.RMSNorm(H)))
 
@@ -133,13 +135,16 @@ class Model(nn.Module):
     ):
         super().__init__()
         self.cfg, self.ops = cfg, ops or TorchOps()
+        V, H, memory = cfg.vocab_size, cfg.hidden_size, dict(dtype=dtype, device=device)
         with torch.device("meta"):
-            self.model = nn.ModuleDict(dict(embed_tokens=nn.Embedding(cfg.vocab_size, cfg.hidden_size, _weight=torch.empty(cfg.vocab_size, cfg.hidden_size)),
-                layers=nn.ModuleList(_block(cfg) for _ in range(cfg.num_layers)), norm=nn.RMSNorm(cfg.hidden_size)))
-            if not cfg.tie_embeddings: self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+            self.model = nn.ModuleDict(dict(
+                embed_tokens=nn.Embedding(V, H, _weight=torch.empty(V, H)),
+                layers=nn.ModuleList(_block(cfg) for _ in range(cfg.num_layers)), norm=nn.RMSNorm(H)))
+            if not cfg.tie_embeddings: self.lm_head = nn.Linear(H, V, bias=False)
         for module in self.modules():
             for name, p in module._parameters.items():
-                if p is not None: module._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device), requires_grad=False)
+                if p is None: continue
+                module._parameters[name] = nn.Parameter(torch.empty(p.shape, **memory), requires_grad=False)
         self.rope = rope_table(cfg, max_len or cfg.max_position, device)
 
 # %% ../nbs/04_model.ipynb #c8f1490f
@@ -158,7 +163,8 @@ def forward(self: Model,
     for layer, cache, norm in zip(layers, kv, after):
         a, mlp = layer["self_attn"], layer["mlp"]
         qkv = ops.linear(x, a["qkv_proj"].weight, a["qkv_proj"].bias)
-        q = ops.rope_and_cache(qkv, meta, self.rope, cache, (a["q_norm"].weight, a["k_norm"].weight, eps) if cfg.qk_norm else None)
+        norms = (a["q_norm"].weight, a["k_norm"].weight, eps) if cfg.qk_norm else None
+        q = ops.rope_and_cache(qkv, meta, self.rope, cache, norms)
         x = ops.linear(attn(q, cache).flatten(1), a["o_proj"].weight)
         x, residual = ops.add_rms_norm(x, residual, layer["post_attention_layernorm"].weight, eps)
         x = ops.linear(ops.silu_mul(ops.linear(x, mlp["gate_up_proj"].weight)), mlp["down_proj"].weight)
