@@ -57,7 +57,7 @@ def filter_probs(
 
 # %% ../nbs/08_sampling.ipynb #7cd24907
 def _adjust(row: torch.Tensor, req: Request, index: int):
-    "Apply bias, penalties and `min_tokens` of `req` to its logits (V,), in place; `index` counts its output tokens so far"
+    "Apply bias, penalties and `min_tokens` of `req` to its logits (V,), in place, after `index` output tokens"
     p, ids = req.params, lambda x: torch.tensor(list(x), dtype=torch.long, device=row.device)
     if p.logit_bias: row[ids(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()), device=row.device)
     if p.repetition_penalty != 1:
@@ -78,7 +78,8 @@ class Sampler:
 
     def seed_of(self, req: Request) -> int:
         "The request's own seed, or one drawn once for it"
-        if not hasattr(req, "seed"): req.seed = int(self.rng.integers(1 << 62)) if req.params.seed is None else req.params.seed
+        if req.params.seed is not None: return req.params.seed
+        if not hasattr(req, "seed"): req.seed = int(self.rng.integers(1 << 62))
         return req.seed
 
 # %% ../nbs/08_sampling.ipynb #da605984
@@ -93,11 +94,11 @@ def __call__(self: Sampler,
     logits, index = logits.float(), [r.start + r.n - r.req.num_prompt for r in rows]
     k = max((r.req.params.logprobs for r in rows if r.req.params.logprobs is not None), default=None)
     raw = logits.log_softmax(-1) if k is not None else None
-    if any(not r.req.plain for r in rows):
-        logits = logits.clone()
-        for i, r in enumerate(rows):
-            if not r.req.plain: _adjust(logits[i], r.req, index[i])
-            if r.req.params.structured is not None: r.req.params.structured.mask(logits[i])
+    logits = logits.clone()
+    for i, r in enumerate(rows):
+        if not r.req.plain: _adjust(logits[i], r.req, index[i])
+    held = [(i, r.req.params.structured) for i, r in enumerate(rows) if r.req.params.structured is not None]
+    if held: held[0][1].mask(logits, held)
     tokens = logits.argmax(-1)
     if pick := [i for i, r in enumerate(rows) if not r.req.params.greedy]:
         tokens[pick] = self._random(logits[pick], [rows[i].req for i in pick], [index[i] for i in pick])
@@ -111,7 +112,8 @@ def _random(self: Sampler, logits, reqs, index):
     "Inverse-CDF sampling of (S, V) logits with each request's temperature, filters and random number"
     col = lambda values: torch.tensor(list(values), dtype=torch.float64).to(logits.device, torch.float32)[:, None]
     V, ps = logits.shape[-1], [r.params for r in reqs]
-    probs = filter_probs(logits/col(p.temperature for p in ps), col(p.top_k or V for p in ps), col(p.top_p for p in ps), col(p.min_p for p in ps))
+    filters = col(p.top_k or V for p in ps), col(p.top_p for p in ps), col(p.min_p for p in ps)
+    probs = filter_probs(logits/col(p.temperature for p in ps), *filters)
     cdf = probs.cumsum(-1, dtype=torch.float64)
     u = torch.from_numpy(uniform([self.seed_of(r) for r in reqs], index)).to(logits.device)[:, None]
     return torch.searchsorted(cdf, u*cdf[:, -1:], right=True)[:, 0].clamp_(max=V - 1)

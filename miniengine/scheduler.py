@@ -27,8 +27,8 @@ class Request:
         self.tokens, self.num_prompt = list(prompt_ids), len(prompt_ids)
         self.num_computed = 0  # tokens whose K/V is in the cache, or will be when the launched steps end
         self.pending = 0  # tokens sampled on the device and not seen by the host: 0 or 1
-        p = params
-        self.needs_last = p.structured is not None or (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
+        p, penalties = params, (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        self.needs_last = p.structured is not None or penalties != (0, 0, 1)
         self.plain = p.greedy and not (self.needs_last or p.logit_bias or p.min_tokens or p.logprobs is not None)
         self.max_total = 0  # prompt + output tokens at most, set when the request is added
         self.blocks, self.slot = [], -1  # block table; row in the runner's buffers, -1 while waiting
@@ -97,10 +97,11 @@ def add(self: Scheduler,
     n, limit = req.num_prompt, self.max_model_len
     if n == 0: raise RequestError("prompt is empty: at least one token is needed", "prompt")
     if n + 1 > limit: raise RequestError(
-        f"the prompt has {n} tokens and leaves no room for an output token: the model's context is {limit} tokens", "prompt")
+        f"the prompt has {n} tokens and leaves no room for an output token: the model's context is {limit} tokens",
+        "prompt")
     req.max_total = min(limit, n + req.params.max_tokens) if req.params.max_tokens is not None else limit
-    if (need := blocks_needed(req.max_total, self.pool.block_size)) > self.pool.usable: raise RequestError(
-        f"prompt and output of {req.max_total} tokens need {need} KV blocks, the cache has {self.pool.usable}", "max_tokens")
+    if (need := blocks_needed(req.max_total, self.pool.block_size)) > (room := self.pool.usable): raise RequestError(
+        f"prompt and output of {req.max_total} tokens need {need} KV blocks, the cache has {room}", "max_tokens")
     self.waiting.append(req)
 
 # %% ../nbs/03_scheduler.ipynb #53c4244d
@@ -215,5 +216,6 @@ def commit(self: Scheduler,
             req.stop_reason = req.stop_ids[token]
             self.finish(req, "stop")
         elif len(req.tokens) >= req.max_total: self.finish(req, "length")
+        elif req.params.structured is not None: req.params.structured.advance(token)
         out.append((req, token))
     return out
