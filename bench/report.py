@@ -11,13 +11,13 @@ Layout of the results, all optional, so that what is measured later shows up wit
     sse_rate.json                               bench/sse_rate.py
 """
 # ruff: noqa: E401, E501
-import ast, io, json, math, random, re, sys, tokenize
+import ast, io, json, math, os, random, re, sys, tokenize
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT/"bench"/"results"
+RESULTS = Path(os.environ.get("BENCH_RESULTS") or ROOT/"bench"/"results")   # another folder, to look at results before they are kept
 RATES = ["1", "2", "4", "8", "16", "32", "inf"]
 MODELS = {"7b": "Qwen2.5-7B", "1.5b": "Qwen2.5-1.5B"}
 SIDES = ["vllm", "miniengine"]
@@ -379,7 +379,7 @@ def gap_rows(data, kernels, steps, budget=8192):
             ("Prefill, all requests at once", f"{p:,.0f} prompt tokens/s against {q:,.0f}: {p/q:.2f}×. TTFT mean {ours['mean_ttft_ms'] - theirs['mean_ttft_ms']:+,.0f} ms", "`runner.py`, `model.py`"),
             ("Mixed prefill and decode", f"a step of {budget:,} tokens lasts {1e3*budget/p:.0f} ms at that rate (vLLM {1e3*budget/q:.0f}). ITL p99 is {ours['p99_itl_ms']:.0f} ms against {theirs['p99_itl_ms']:.0f}: "
              f"{ours['p99_itl_ms'] - 1e3*budget/p:.0f} ms of ours not explained", "`scheduler.py`: fewer prompt tokens in a step while others decode"),
-            ("Fewer prefix hits", f"{lost:,.0f} tokens computed again, {1e3*lost/p:.0f} ms in all", "not known: the caches were warm with different prompts")]
+            *([("Fewer prefix hits", f"{lost:,.0f} tokens computed again, {1e3*lost/p:.0f} ms in all", "not known: the caches were warm with different prompts")] if lost > 0 else [])]
     return out + [
         ("Decode step above the floor, 32 × 1,024", f"{s['total']:.2f} of {s['graph']:.2f} ms: the sum of the next three", ""),
         ("– attention", f"{s['attention']:.2f} ms", "`triton_attention.py`"),
@@ -443,10 +443,11 @@ def static_steps(rows=32, n=400, prompt=232, output=195):
     return out
 
 
-def batch_gain(steps):
-    "[(rows, output tokens per second of a decode step)] from the measured steps of the 7B"
-    d = next(d for d in steps if d["model"].startswith("Qwen2.5-7B"))
-    return [(r["rows"], 1e3*r["rows"]/r["step_ms"]) for r in d["results"]]
+def default_steps(steps):
+    "Rows of the 7B's measured decode steps, of one attention backend: FlashInfer's (the default) if they are there"
+    rows = [r for d in steps if d["model"].startswith("Qwen2.5-7B") for r in d["results"]]
+    kinds = {r["attn"] for r in rows}
+    return sorted((r for r in rows if r["attn"] == ("flashinfer" if "flashinfer" in kinds else min(kinds))), key=lambda r: r["rows"])
 
 
 def served_rates():
