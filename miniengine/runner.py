@@ -93,14 +93,13 @@ def _gather_rows(self: Runner, rows: list[Row]):
             self.tables[s, have:len(table)] = table[have:]
             self.filled[s] = len(table)
         ids += r.req.tokens[r.start:r.start + r.n] or [-1 - s]  # none: sampled on the device, not seen by the host
-    slots, starts, ns = np.array([(r.req.slot, r.start, r.n) for r in rows], np.int32).reshape(-1, 3).T
-    return slots, starts, ns, ids
+    columns = [r.req.slot for r in rows], [r.start for r in rows], [r.n for r in rows]
+    return *(np.array(c, np.int32) for c in columns), ids
 
 # %% ../nbs/09_runner.ipynb #9b3c1ad4
 @patch
-def _fill(self: Runner, rows: list[Row], h: dict, base: int) -> int:  # number of rows that sample
+def _fill(self: Runner, h: dict, base: int, rows: list[Row], slots, starts, ns, ids) -> int:  # rows that sample
     "Write the arrays of `rows` into `h`, and their block ids from `base` on"
-    slots, starts, ns, ids = self._gather_rows(rows)
     T, R, bs, kv, cu = len(ids), len(rows), self.bs, starts + ns, h["cu_q"]
     ns.cumsum(out=cu[1:R + 1])
     row = np.repeat(np.arange(R), ns)  # of each token
@@ -110,7 +109,7 @@ def _fill(self: Runner, rows: list[Row], h: dict, base: int) -> int:  # number o
     blocks = -(-kv//bs)
     blocks.cumsum(out=h["indptr"][1:R + 1])
     in_use = np.arange(blocks.max(initial=0)) < blocks[:, None]  # (R, longest table)
-    self.host[base:base + in_use.sum()] = self.tables[slots, :in_use.shape[1]][in_use]
+    self.host[base:base + h["indptr"][R]] = self.tables[slots, :in_use.shape[1]][in_use]
     picked = np.flatnonzero([r.sample for r in rows])
     h["sample"][:len(picked)], h["row_slot"][:len(picked)] = cu[picked + 1] - 1, slots[picked]
     return len(picked)
@@ -120,12 +119,12 @@ def _fill(self: Runner, rows: list[Row], h: dict, base: int) -> int:  # number o
 def _pack(self: Runner, rows: list[Row], tokens: int = 0, mixed: bool = False) -> tuple[dict, StepMeta]:
     "Pack and send `rows`, padded to `tokens` tokens if given; device views by name, and the step's meta"
     if self.cuda: self.copied.synchronize()  # the copy of the step before has left the buffer
-    T, R = sum(r.n for r in rows), len(rows)
+    slots, starts, ns, ids = self._gather_rows(rows)
+    T, R = len(ids), len(rows)
     where, base = layout(tokens or T, min(tokens, self.max_num_seqs) if tokens else R)
     h, dev = ({k: buffer[s] for k, s in where.items()} for buffer in (self.host, self.buffer))
     h["cu_q"][0] = h["indptr"][0] = 0
-    picked = self._fill(rows, h, base)
-    ns, end = np.diff(h["cu_q"][:R + 1]), int(h["indptr"][R])
+    picked, end = self._fill(h, base, rows, slots, starts, ns, ids), int(h["indptr"][R])
     h["ids"][T:] = h["positions"][T:] = h["slots"][T:] = 0
     pad = np.arange(1, len(h["kv_lens"]) - R + 1)*(not mixed)
     h["cu_q"][R + 1:], h["indptr"][R + 1:], h["kv_lens"][R:] = T + pad, end + pad, not mixed
@@ -296,7 +295,8 @@ def make_attention(config: EngineConfig, cfg: ModelConfig, device: torch.device,
     from miniengine.attention import FlashInferAttention, TorchAttention
     from miniengine.model import TorchOps
     name = config.attn
-    if name == "auto": name = "torch" if device.type != "cuda" else "flashinfer" if find_spec("flashinfer") else "triton"
+    if name == "auto" and device.type != "cuda": name = "torch"
+    if name == "auto": name = "flashinfer" if find_spec("flashinfer") else "triton"
     if name == "torch": return TorchAttention(config.block_size), TorchOps()
     if device.type != "cuda": raise RuntimeError(f"attn={name!r} needs a CUDA GPU; on a CPU use attn='torch'")
     from miniengine.triton_attention import TritonAttention, TritonOps
