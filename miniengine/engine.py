@@ -44,7 +44,7 @@ class Stream:
     "The output of one request: an async iterator of `Delta`; `take` looks without waiting"
     def __init__(self, engine, request: Request, detok: Detokenizer):
         self.engine, self.request, self.detok = engine, request, detok
-        self.text, self.ids, self.logprobs, self.waiter, self.error, self.ended = "", [], None, None, None, False
+        self.new, self.waiter, self.error, self.ended = Delta("", []), None, None, False
 
     def wake(self):
         "Tell the reader that something has come"
@@ -53,8 +53,9 @@ class Stream:
     def take(self) -> Delta:
         "Everything since the last look; EngineError if the request's step failed"
         if self.error is not None: raise EngineError(f"the step failed: {self.error}") from self.error
-        d, r = Delta(self.text, self.ids, self.logprobs, self.request.finish_reason, self.request.stop_reason), self.request
-        self.text, self.ids, self.logprobs, self.ended = "", [], None, r.finish_reason is not None
+        d, self.new = self.new, Delta("", [])
+        d.finish_reason, d.stop_reason = self.request.finish_reason, self.request.stop_reason
+        self.ended = d.finish_reason is not None
         return d
 
     def abort(self):
@@ -67,7 +68,7 @@ class Stream:
 
     async def __anext__(self) -> Delta:
         if self.ended: raise StopAsyncIteration
-        if not self.ids and self.error is None and self.request.finish_reason is None:
+        if not self.new.token_ids and self.error is None and self.request.finish_reason is None:
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
         return self.take()
@@ -79,16 +80,14 @@ def push(self: Stream,
     logprob=None,  # its entry of `Handle.logprobs`
 ):
     "Append a token, decode it, and finish on a stop string"
-    r, d = self.request, self.detok
-    if r.finish_reason == "stop": self.text += d.finish()
-    else:
-        self.text += d.step(token)
-        if d.stopped is not None:
-            self.engine.scheduler.finish(r, "stop")
-            r.finish_reason, r.stop_reason = "stop", d.stopped
-        elif r.finish_reason is not None: self.text += d.finish()
-    self.ids.append(token)
-    if logprob is not None: self.logprobs = (self.logprobs or []) + [logprob]
+    r, d, new = self.request, self.detok, self.new
+    if r.finish_reason != "stop": new.text += d.step(token)
+    if d.stopped is not None:
+        self.engine.scheduler.finish(r, "stop")
+        r.finish_reason, r.stop_reason = "stop", d.stopped
+    elif r.finish_reason is not None: new.text += d.finish()
+    new.token_ids.append(token)
+    if logprob is not None: new.logprobs = (new.logprobs or []) + [logprob]
     self.wake()
 
 # %% ../nbs/12_engine.ipynb #cbb788b4
@@ -103,41 +102,48 @@ class Engine:
         self.model_name, self.model_config = config.model, load_config(src)
         self.tokenizer = Tokenizer(load_tokenizer(resolve(config.tokenizer) if config.tokenizer else src))
         gen = src.path/"generation_config.json"
-        self.default_sampling = {k: v for k, v in (json.loads(gen.read_text()) if gen.exists() else {}).items()
-                                 if k in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty") and v is not None}
+        suggested = json.loads(gen.read_text()) if gen.exists() else {}
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        self.default_sampling = {k: suggested[k] for k in names if suggested.get(k) is not None}
         self.device = pick_device(config)
         self.dtype = pick_dtype(config, self.device)
         self._build(src, progress)
         self.inflight, self.observers, self.streams = None, [], {}
         self.overlap = config.overlap and self.device.type == "cuda"
-        log.info("ready in %.1f s: %s, %s on %s, attention %s, %s KV blocks of %d (%s tokens), context %d", perf_counter() - t0, config.model, str(self.dtype)[6:],
-                 self.device, type(self.runner.attn).__name__, f"{self.pool.usable:,}", self.pool.block_size, f"{self.pool.usable*self.pool.block_size:,}", self.max_model_len)
+        n, bs, attn = self.pool.usable, self.pool.block_size, type(self.runner.attn).__name__
+        log.info(f"ready in {perf_counter() - t0:.1f} s: {config.model}, {str(self.dtype)[6:]} on {self.device}, "
+                 f"attention {attn}, {n:,} KV blocks of {bs} ({n*bs:,} tokens), context {self.max_model_len}")
 
 # %% ../nbs/12_engine.ipynb #0fc9f299
 @patch
 def _build(self: Engine, src, progress: bool):
     "Model, runner, cache and scheduler"
-    c, m, bs = self.config, self.model_config, self.config.block_size
-    longest = min(c.max_model_len or m.max_position, m.max_position)
-    if c.max_model_len and c.max_model_len > longest: raise ValueError(f"max_model_len={c.max_model_len}: the model was made for {m.max_position} tokens")
-    budget = c.max_num_batched_tokens or max(c.max_num_seqs, 8192 if self.device.type == "cuda" else 512)
-    attn, ops = make_attention(c, m, self.device, self.dtype, c.max_num_seqs*(blocks_needed(longest, bs) + 1))
-    cuda = self.device.type == "cuda"
+    c, m, bs, cuda = self.config, self.model_config, self.config.block_size, self.device.type == "cuda"
+    if (c.max_model_len or 0) > m.max_position:
+        raise ValueError(f"max_model_len={c.max_model_len}: the model was made for {m.max_position} tokens")
+    longest = c.max_model_len or m.max_position
+    table = blocks_needed(longest, bs)
+    budget = c.max_num_batched_tokens or max(c.max_num_seqs, 8192 if cuda else 512)
+    attn, ops = make_attention(c, m, self.device, self.dtype, c.max_num_seqs*(table + 1))
     if cuda: torch.cuda.set_device(self.device)
     free = torch.cuda.mem_get_info()[0] if cuda else 0
     model = Model(m, self.dtype, self.device, longest, ops)
     load_model(model, src, m, c.load_format, progress)
     if not cuda and self.dtype == torch.float32: ops.pack(model)
-    self.runner = Runner(model, attn, Sampler(min(self.tokenizer.vocab_size, m.vocab_size), c.seed), c.max_num_seqs, budget if c.chunked_prefill else max(budget, longest), bs)
-    num_blocks = self.runner.size_cache(c, c.max_num_seqs*blocks_needed(longest, bs), free)
-    self.max_model_len = min(longest, (num_blocks - 1)*bs)
-    if c.max_model_len and self.max_model_len < c.max_model_len: raise ValueError(
-        f"max_model_len={c.max_model_len} needs {blocks_needed(c.max_model_len, bs)} KV blocks, memory has room for {num_blocks - 1}: lower it, or give the cache more memory")
-    self.runner.allocate(num_blocks, blocks_needed(self.max_model_len, bs) + 1)
-    self.pool = BlockPool(num_blocks, bs)
-    cache = PrefixCache(self.pool) if c.prefix_caching else None
-    self.scheduler = Scheduler(self.pool, cache, c.max_num_seqs, budget, self.max_model_len, c.chunked_prefill, c.batching)
-    if cuda and not c.enforce_eager: self.runner.capture(lambda sizes: tqdm(sizes, "capturing CUDA graphs", disable=not progress))
+    sampler = Sampler(min(self.tokenizer.vocab_size, m.vocab_size), c.seed)
+    largest = budget if c.chunked_prefill else max(budget, longest)  # tokens of the largest step
+    self.runner = Runner(model, attn, sampler, c.max_num_seqs, largest, bs)
+    n = self.runner.size_cache(c, c.max_num_seqs*table, free)
+    self.max_model_len = min(longest, (n - 1)*bs)
+    if self.max_model_len < (c.max_model_len or 0): raise ValueError(
+        f"max_model_len={longest} needs {table} KV blocks, memory has room for {n - 1}: "
+        "lower it, or give the cache more memory")
+    self.runner.allocate(n, blocks_needed(self.max_model_len, bs) + 1)
+    self.pool = BlockPool(n, bs)
+    cache, limits = PrefixCache(self.pool) if c.prefix_caching else None, (c.max_num_seqs, budget, self.max_model_len)
+    self.scheduler = Scheduler(self.pool, cache, *limits, c.chunked_prefill, c.batching)
+    if cuda and not c.enforce_eager:
+        self.runner.capture(lambda sizes: tqdm(sizes, "capturing CUDA graphs", disable=not progress))
 
 # %% ../nbs/12_engine.ipynb #761b4aa4
 @patch
@@ -149,15 +155,17 @@ def add(self: Engine,
 ) -> Stream:
     "Queue a request; RequestError at once if it is invalid or can never fit"
     vocab = self.model_config.vocab_size
-    for t in prompt_ids:
-        if not 0 <= t < vocab: raise RequestError(f"token id {t} is outside of the vocabulary (0 to {vocab - 1})", "prompt")
+    if (bad := next((t for t in prompt_ids if not 0 <= t < vocab), None)) is not None:
+        raise RequestError(f"token id {bad} is outside of the vocabulary (0 to {vocab - 1})", "prompt")
     params.check_vocab(vocab)
     if params.structured is not None: params = params.structured.attach(params)
     eos = dict.fromkeys((*self.tokenizer.eos_ids, *self.model_config.eos_ids))
     stops = {} if params.ignore_eos else {t: None if i == 0 else t for i, t in enumerate(eos)}
-    req = Request(request_id or f"r{id(params):x}", prompt_ids, params, stops | {t: t for t in params.stop_token_ids}, salt)
+    stops |= {t: t for t in params.stop_token_ids}
+    req, p = Request(request_id or f"r{id(params):x}", prompt_ids, params, stops, salt), params
     self.scheduler.add(req)
-    stream = self.streams[req] = Stream(self, req, Detokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, params.min_tokens))
+    detok = Detokenizer(self.tokenizer, p.stop, p.include_stop_str_in_output, p.skip_special_tokens, p.min_tokens)
+    self.streams[req] = stream = Stream(self, req, detok)
     return stream
 
 # %% ../nbs/12_engine.ipynb #ce8dace3
@@ -170,12 +178,12 @@ def begin(self: Engine):  # a job for `runner.run`, or None
 @patch
 def retire(self: Engine, handle: Handle):
     "Take a step's tokens: commit them, turn them into text, tell the streams"
-    tokens, lps = handle.wait(), handle.logprobs()
-    by_req = dict(zip((r.req for r in handle.batch.rows if r.sample), lps)) if lps else {}
+    tokens = handle.wait()
+    logprobs = dict(zip((r.req for r in handle.batch.rows if r.sample), handle.logprobs() or ()))
     now = perf_counter()
     for req, token in self.scheduler.commit(handle.batch, tokens):
         if req.first_token_at is None: req.first_token_at = now
-        self.streams[req].push(token, by_req.get(req) if req.params.logprobs is not None else None)
+        self.streams[req].push(token, None if req.params.logprobs is None else logprobs[req])
         if req.finish_reason is not None: del self.streams[req]
     for see in self.observers: see(handle.batch, now)
 
@@ -209,14 +217,9 @@ def has_work(self: Engine) -> bool:
 
 # %% ../nbs/12_engine.ipynb #caea1be2
 @dataclass
-class CompletionOutput:
-    "One answer"
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: str | int | None = None
-    logprobs: list | None = None
+class CompletionOutput(Delta):
+    "One answer, whole"
+    index: int = 0
 
 @dataclass
 class RequestOutput:
@@ -248,8 +251,10 @@ def generate(self: LLM,
 ) -> list[RequestOutput]:  # in the order of the prompts
     "Complete each prompt; if a step fails, its error comes out and all of them are given up"
     e, prompts = self.engine, [prompts] if isinstance(prompts, str) else list(prompts)
-    params = sampling_params if isinstance(sampling_params, list) else [sampling_params or SamplingParams()]*len(prompts)
-    if len(params) != len(prompts): raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts", "sampling_params")
+    same = [sampling_params or SamplingParams()]*len(prompts)
+    params = sampling_params if isinstance(sampling_params, list) else same
+    if len(params) != len(prompts):
+        raise RequestError(f"{len(params)} sampling_params for {len(prompts)} prompts", "sampling_params")
     outs, streams = [], []
     try:
         for i, (p, sp) in enumerate(zip(prompts, params)):
@@ -269,10 +274,11 @@ def generate(self: LLM,
         raise
     for i, k, s in streams:
         d = s.take()
-        outs[i].outputs.append(CompletionOutput(k, d.text, d.token_ids, d.finish_reason, d.stop_reason, d.logprobs))
+        outs[i].outputs.append(CompletionOutput(d.text, d.token_ids, d.logprobs, d.finish_reason, d.stop_reason, k))
         outs[i].num_cached_tokens = max(outs[i].num_cached_tokens, s.request.num_cached)
     return outs
 
+# %% ../nbs/12_engine.ipynb #48f33377
 @patch
 def chat(self: LLM,
     messages: list,  # one conversation, or a list of them
@@ -304,8 +310,9 @@ class AsyncEngine:
         salt: int = 0,  # prefix-cache namespace
     ) -> Stream:
         "Queue a request; RequestError if it can't be served"
-        if not self.healthy: raise RequestError("the engine has failed; restart the server", status=503, type="ServiceUnavailableError")
-        if self.draining: raise RequestError("the server is shutting down", status=503, type="ServiceUnavailableError")
+        if self.draining or not self.healthy:
+            why = "the server is shutting down" if self.healthy else "the engine has failed; restart the server"
+            raise RequestError(why, status=503, type="ServiceUnavailableError")
         stream = self.engine.add(prompt_ids, params, request_id, salt)
         self.wake.set()
         return stream
@@ -345,6 +352,7 @@ async def _loop(self: AsyncEngine):
         prev = await self._turn(prev)
         await asyncio.sleep(0)
 
+# %% ../nbs/12_engine.ipynb #19fa6730
 @patch
 async def stop(self: AsyncEngine,
     drain_s: float = 0.0,  # time for running requests to end by themselves, in seconds
