@@ -19,7 +19,8 @@ from aiohttp import web
 
 WORDS = "the quiet harbour sorts a small engine and then closes every green turbine".split()
 SETTINGS = dict(port=8300, ttft=0.0, itl=0.0, stop_after=0, fail_every=0, cut_every=0, error_every=0,
-                model="fake", root="", tokenizer="", log="", no_usage=False, no_role_event=False, spec_decode=False, extra_token=False)
+                model="fake", root="", tokenizer="", log="", no_usage=False, no_role_event=False, spec_decode=False,
+                extra_token=False)
 
 
 class FakeServer:

@@ -183,11 +183,16 @@ class Options:
     "Adds options to a parser, a line each"
     def __init__(self, parser): self.parser = parser
     def opt(self, name, default=None, type=str, help=None, **kw):
+        "An option with a value"
         self.parser.add_argument(f"--{name}", default=default, type=type, help=help, **kw)
-    def flag(self, name, help=None): self.parser.add_argument(f"--{name}", action="store_true", help=help)
+    def flag(self, name, help=None):
+        "A switch"
+        self.parser.add_argument(f"--{name}", action="store_true", help=help)
     def refuse(self, **defaults):
+        "Options that are an error, with the values that the original's Namespace shows for them"
         for k, v in defaults.items(): self.parser.add_argument(f"--{k.replace('_', '-')}", action=Refuse, default=v)
 
+# %% ../nbs/15_bench_load.ipynb #0fa5574a
 def dataset_options(p):
     "Which prompts to send; shared by `bench serve` and `bench throughput`"
     o = Options(p)

@@ -8,7 +8,7 @@ __all__ = ['NO_CHUNK', 'SAMPLING', 'METRICS', 'ARRAYS', 'SAMPLE_LINE', 'NO_TEMPE
            'good_requests', 'per_second', 'percentile_name', 'summarize', 'row', 'report_lines', 'spec_figures',
            'spec_lines', 'find_warnings', 'get', 'parse_counters', 'align_prompts', 'load_options', 'report_options',
            'pairs', 'check_serve', 'parse', 'Target', 'prepare', 'announce', 'show_run', 'benchmark', 'save', 'serve',
-           'throughput_options', 'throughput', 'bench_serve', 'main', 'add_parser']
+           'throughput_options', 'throughput', 'bench_serve', 'main']
 
 # %% ../nbs/15_bench_serve.ipynb #f41b9bea
 import argparse
@@ -30,6 +30,8 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from .cli import add_flags, made
+from .config import EngineConfig, SamplingParams
 from .bench_load import (DATASETS, MADE_UP, Options, Sample, arrival_times, check_dataset,
                                    dataset_options, load_tokenizer)
 
@@ -53,6 +55,7 @@ class Result:
 
 # %% ../nbs/15_bench_serve.ipynb #3315df10
 def is_json(text: bytes|str) -> bool:
+    "Whether `text` is one complete JSON value"
     try: orjson.loads(text)
     except orjson.JSONDecodeError: return False
     return True
@@ -122,8 +125,8 @@ def open_session(max_concurrency: int|None = None, insecure: bool = False):
     import aiohttp
     connector = aiohttp.TCPConnector(limit=max_concurrency or 0, ssl=not insecure, ttl_dns_cache=300,
                                      keepalive_timeout=60)
-    timeout = aiohttp.ClientTimeout(total=6 * 3600)
-    return aiohttp.ClientSession(connector=connector, trust_env=True, timeout=timeout)
+    timeout, proxied = aiohttp.ClientTimeout(total=6 * 3600), any(k.lower().endswith("_proxy") for k in os.environ)
+    return aiohttp.ClientSession(connector=connector, trust_env=proxied, timeout=timeout)
 
 async def run_load(call,                   # async function: Sample -> Result
                    samples: list[Sample],
@@ -181,7 +184,9 @@ def per_second(ok: list[Result]) -> tuple[np.ndarray, np.ndarray]:
 # %% ../nbs/15_bench_serve.ipynb #b204606a
 ARRAYS = "input_lens output_lens ttfts itls start_times generated_texts errors".split()
 
-def percentile_name(p: float) -> str: return str(int(p)) if int(p) == p else str(p)
+def percentile_name(p: float) -> str:
+    "99, but 99.9"
+    return str(int(p)) if int(p) == p else str(p)
 
 def summarize(results: list[Result],        # in request order, failures included
               duration: float,              # of the run, s
@@ -209,6 +214,7 @@ def summarize(results: list[Result],        # in request order, failures include
 
 # %% ../nbs/15_bench_serve.ipynb #f52a609b
 def row(label: str, value) -> str:
+    "A line of the table; floats get two decimals"
     return f"{label:<40} {value if isinstance(value, int) else f'{value:.2f}':<10}"
 
 def report_lines(d: dict, metrics=("ttft", "tpot", "itl"), percentiles=(99.0,), max_concurrency=None, rate=math.inf,
@@ -246,6 +252,7 @@ def spec_figures(grew: dict[str, float]) -> dict|None:
                 per_position_acceptance_rates=[v / drafts for _, v in positions])
 
 def spec_lines(s: dict|None) -> list[str]:
+    "The table's section about speculative decoding"
     if not s: return []
     labels = "Acceptance rate (%):", "Acceptance length:", "Drafts:", "Draft tokens:", "Accepted tokens:"
     lines = [f"{'Speculative Decoding':-^50}", *map(row, labels, s.values())]
@@ -535,28 +542,23 @@ async def serve(a) -> dict:
 
 # %% ../nbs/15_bench_serve.ipynb #75ab9af2
 def throughput_options(p):
-    "The options of `bench throughput` that follow those of the dataset: a flag for every field of `EngineConfig`, too"
-    from miniengine.config import EngineConfig
+    "The options of `bench throughput` that follow those of the dataset: the engine's, too"
     o = Options(p)
     o.opt("input-len", None, int, "same as --random-input-len")
     o.opt("output-len", None, int, "output length, whatever the dataset")
     o.opt("output-json", help="file to write the figures to")
     o.flag("disable-tqdm", "no progress bars")
+    add_flags(p, EngineConfig, " ".join(f.name for f in fields(EngineConfig) if f.name != "seed"))
     p.set_defaults(request_id_prefix="", chat_template_kwargs=None)
-    for f in fields(EngineConfig):
-        name, kind = f.name.replace("_", "-"), next((t for t in (float, int) if f.type in (t, t|None)), str)
-        if f.name == "seed": continue
-        if f.type is bool: p.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=f.default)
-        else: o.opt(name, f.default, kind, choices=f.metadata.get("choices"))
 
 # %% ../nbs/15_bench_serve.ipynb #07d9f8cb
 def throughput(a) -> dict:
     "`bench throughput`: an offline run, reported as `vllm bench throughput` does"
-    from miniengine.config import EngineConfig, SamplingParams
     from miniengine.engine import LLM
     check_dataset(a)
-    samples = DATASETS[a.dataset_name](a, load_tokenizer(a.tokenizer or a.model, a.trust_remote_code))
-    llm = LLM(**{f.name: getattr(a, f.name) for f in fields(EngineConfig)})
+    config = made(EngineConfig, a)
+    samples = DATASETS[a.dataset_name](a, load_tokenizer(config.tokenizer or config.model, a.trust_remote_code))
+    llm = LLM(**vars(config))
     params = [SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=s.output_len) for s in samples]
     begin = time.perf_counter()
     outputs = llm.generate([s.prompt for s in samples], params, use_tqdm=not a.disable_tqdm)
@@ -574,7 +576,9 @@ def throughput(a) -> dict:
     return d
 
 # %% ../nbs/15_bench_serve.ipynb #9688f4f0
-def bench_serve(a): return asyncio.run(serve(a))
+def bench_serve(a) -> dict:
+    "`serve`, in an event loop of its own"
+    return asyncio.run(serve(a))
 
 BENCHES = dict(serve=(bench_serve, [dataset_options, load_options, report_options]),
                throughput=(throughput, [dataset_options, throughput_options]))
@@ -595,10 +599,3 @@ def main(argv: list[str]|None = None) -> int:
         print(f"miniengine bench {argv[0]}: {e}", file=sys.stderr)
         return 1
     return 0
-
-def add_parser(subparsers):
-    "Add `bench` to a program's commands; the parsed arguments get a `func`"
-    about = "measure a server (bench serve) or the engine alone (bench throughput)"
-    p = subparsers.add_parser("bench", help=about, add_help=False, prefix_chars="\0")
-    p.add_argument("rest", nargs="*")
-    p.set_defaults(func=lambda a: main(a.rest))
