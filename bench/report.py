@@ -301,8 +301,17 @@ def draw_lengths(n, prompt, output, limit=8192, seed=0, sigma=0.9):
     return out
 
 
+def prompts():
+    "What bench/prompts.py measured on whatever machine, or None"
+    return next((json.loads(p.read_text()) for p in sorted(RESULTS.glob("*/prompts.json"))), None)
+
+
 def draw_waste(block, prompt=232, output=195):
-    "Share of the allocated slots that hold no token, for finished sequences of such lengths"
+    """Share of the allocated slots that hold no token, for finished sequences of ShareGPT's lengths.
+
+    Of the real lengths if they were stored (bench/prompts.py), else of log-normal ones with these means.
+    """
+    if (d := prompts()) and str(block) in d["empty"]: return d["empty"][str(block)]
     from miniengine.kv_blocks import fragmentation
     return fragmentation([p + o for p, o in draw_lengths(2000, prompt, output)], block)
 
@@ -380,6 +389,9 @@ def gap_rows(data, kernels, steps, budget=8192):
             ("Mixed prefill and decode", f"a step of {budget:,} tokens lasts {1e3*budget/p:.0f} ms at that rate (vLLM {1e3*budget/q:.0f}). ITL p99 is {ours['p99_itl_ms']:.0f} ms against {theirs['p99_itl_ms']:.0f}: "
              f"{ours['p99_itl_ms'] - 1e3*budget/p:.0f} ms of ours not explained", "`scheduler.py`: fewer prompt tokens in a step while others decode"),
             *([("Fewer prefix hits", f"{lost:,.0f} tokens computed again, {1e3*lost/p:.0f} ms in all", "not known: the caches were warm with different prompts")] if lost > 0 else [])]
+    if d := prompts():
+        out.append(("Tokenizer in the event loop", f"{1e3*d['tokenize_s']:,.0f} ms for {d['prompts']:,} ShareGPT prompts on one core of another machine, {1e3*d['tokenize_s']/d['prompts']:.1f} ms each; all at once, the steps wait in between",
+                    "`server.py`: tokenize in a thread"))
     return out + [
         ("Decode step above the floor, 32 × 1,024", f"{s['total']:.2f} of {s['graph']:.2f} ms: the sum of the next three", ""),
         ("– attention", f"{s['attention']:.2f} ms", "`triton_attention.py`"),
