@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'finished_log', 'SAMPLING', 'Body', 'REFUSED', 'EDGES', 'DetokenizeBody', 'failure', 'reply', 'on_error',
            'listof', 'ChatBody', 'TextBody', 'refuse', 'sampling', 'Histogram', 'Metrics', 'Answer', 'null', 'sse',
-           'EventStream', 'Server', 'unblocked', 'Gate', 'StrictRequest', 'Route', 'Uvicorn', 'serve']
+           'EventStream', 'Server', 'unblocked', 'tools_of', 'Gate', 'StrictRequest', 'Route', 'Uvicorn', 'serve']
 
 # %% ../nbs/13_server.ipynb #16ea30a5
 import asyncio
@@ -35,6 +35,8 @@ from starlette.exceptions import HTTPException
 
 from . import __version__
 from .config import RequestError, SamplingParams, ServerConfig
+from .structured import Grammar, Grammars, wanted
+from .tools import ToolParser, Tools, call_grammar, join_calls, render, style_of
 
 log, finished_log = logging.getLogger("miniengine"), logging.getLogger("miniengine.requests")
 
@@ -65,7 +67,8 @@ def listof(t):
 
 SAMPLING = {f.name: f.type for f in fields(SamplingParams) if f.name not in ("logprobs", "structured")}
 _SHARED = SAMPLING | dict(stop=str|list[str], model=str, request_id=str, cache_salt=str, stream=bool,
-                         stream_options=dict[str, bool|None])
+                         stream_options=dict[str, bool|None],
+                         response_format=dict[str, Any], structured_outputs=dict[str, Any])
 Body = create_model("Body", __config__={"extra": "allow"}, **{k: (t|None, None) for k, t in _SHARED.items()})
 
 class ChatBody(Body, json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}]}]}):
@@ -73,7 +76,8 @@ class ChatBody(Body, json_schema_extra={"examples": [{"messages": [{"role": "use
     messages: listof(dict[str, Any])
     max_completion_tokens: int|None = None; logprobs: bool|None = None; top_logprobs: int|None = None
     add_generation_prompt: bool|None = None; continue_final_message: bool|None = None
-    chat_template_kwargs: dict[str, Any]|None = None
+    chat_template_kwargs: dict[str, Any]|None = None; tools: listof(dict[str, Any])|None = None
+    tool_choice: str|dict[str, Any]|None = None; parallel_tool_calls: bool|None = None
 
 class TextBody(Body, json_schema_extra={"examples": [{"prompt": "The capital of France is", "max_tokens": 8}]}):
     "POST /v1/completions"
@@ -81,12 +85,12 @@ class TextBody(Body, json_schema_extra={"examples": [{"prompt": "The capital of 
     logprobs: int|None = None; echo: bool|None = None; add_special_tokens: bool = True
 
 # %% ../nbs/13_server.ipynb #e7349878
-REFUSED = dict.fromkeys("""tools functions structured_outputs guided_json guided_regex guided_choice guided_grammar
+REFUSED = dict.fromkeys("""tools functions guided_json guided_regex guided_choice guided_grammar
     suffix prompt_embeds prompt_logprobs allowed_token_ids bad_words logprob_token_ids truncate_prompt_tokens audio
     prediction thinking_token_budget chat_template documents kv_transfer_params ec_transfer_params vllm_xargs
     repetition_detection""".split()) | dict.fromkeys("""echo use_beam_search add_special_tokens return_token_ids
     return_tokens_as_token_ids return_prompt_text""".split(), False) | dict(tool_choice="none", function_call="none",
-    best_of=1, length_penalty=1, response_format={"type": "text"}, spaces_between_special_tokens=True)
+    best_of=1, length_penalty=1, spaces_between_special_tokens=True)
 
 def refuse(body: Body):
     "RequestError for the first field of `body` that we would have to ignore"
@@ -187,13 +191,14 @@ _FINGERPRINT = f"miniengine-{__version__}"
 
 class Answer:
     "One POST on its way through the engine: a stream per choice, and how their deltas become JSON"
-    def __init__(self, server, body: Body, prompts: list, params: SamplingParams, id: str, start: float):
+    def __init__(self, server, body: Body, prompts: list, params: SamplingParams, id: str, start: float, tools=None):
         self.server, self.body, self.params, self.start, self.streams = server, body, params, start, []
         self.chat, self.options, self.num_output = isinstance(body, ChatBody), body.stream_options or {}, 0
         self.id, self.created = ("chatcmpl-" if self.chat else "cmpl-") + id, int(time())
         self.num_prompt, salt = sum(len(ids) for _, ids in prompts), hash(body.cache_salt) if body.cache_salt else 0
         self.echo = [text if not self.chat and body.echo else "" for text, _ in prompts for _ in range(params.n)]
         self.offset = [len(text) for text in self.echo]  # where each choice's next token begins, in characters
+        self.parsers = [ToolParser(server.style, tools) for _ in self.echo] if tools else None
         try:
             for i in range(len(self.echo)):
                 one = replace(params, n=1, seed=None if params.seed is None else params.seed + i % params.n)
@@ -219,7 +224,7 @@ async def follow(self: Answer, i: int, emit):
             d.text = self.echo[i] + d.text
         last = now if n else last
         self.num_output += n; m.counts["generation"] += n
-        await emit(i, d)
+        await emit(i, self.parsers[i](d) if self.parsers else d)
 
 @patch
 async def run(self: Answer, receive, emit):
@@ -278,16 +283,18 @@ def choice(self: Answer, i: int, d, keys: str, **content) -> dict:
 @patch
 async def whole(self: Answer, receive) -> Response:
     "The answer as one JSON object"
-    got = [NS(text="", token_ids=[], logprobs=[]) for _ in self.streams]
+    got = [NS(text="", token_ids=[], logprobs=[], calls=[]) for _ in self.streams]
     async def keep(i, d):
         g = got[i]
         g.text, g.finish_reason, g.stop_reason = g.text + d.text, d.finish_reason, d.stop_reason
         g.token_ids += d.token_ids; g.logprobs += d.logprobs or []
+        if self.parsers: join_calls(g.calls, d.tool_calls)
     await self.run(receive, keep)
     if self.chat:
         kind, keys, end = "chat.completion", "token_ids", "prompt_logprobs prompt_token_ids prompt_text"
         nulls = null("refusal annotations audio function_call reasoning")
-        contents = [{"message": {"role": "assistant", "content": d.text, **nulls}} for d in got]
+        contents = [{"message": {"role": "assistant", "content": d.text or None if d.calls else d.text, **nulls}
+                                | ({"tool_calls": d.calls} if d.calls else {})} for d in got]
     else:
         kind, keys, end = "text_completion", "token_ids prompt_logprobs prompt_token_ids", ""
         contents = [{"text": d.text} for d in got]
@@ -306,7 +313,9 @@ def event(self: Answer, i: int, d, first: bool = False) -> bytes:
     kind, more = "chat.completion.chunk" if self.chat else "text_completion", {}
     if d is None: return sse(self.object(kind, [], usage=self.usage(), system_fingerprint=_FINGERPRINT))
     keys = "stop_reason token_ids" if d.finish_reason else "token_ids"
-    content = {"delta": {"role": "assistant", "content": d.text} if first else {"content": d.text}}
+    said = {"content": d.text}
+    if self.parsers and d.tool_calls: said = {"content": d.text or None, "tool_calls": d.tool_calls}
+    content = {"delta": {"role": "assistant", **said} if first else said}
     if not self.chat: keys, content = "stop_reason prompt_token_ids token_ids", {"text": d.text}
     if self.options.get("include_usage"):
         if self.options.get("continuous_usage_stats"): more = {"usage": self.usage()}
@@ -319,7 +328,7 @@ _PLAIN = NS(text="\0", token_ids=(), logprobs=None, finish_reason=None, stop_rea
 @patch
 def cut(self: Answer, i: int) -> list[bytes]|None:
     "What comes before and after the text in a plain event of choice `i`; None if its events aren't plain"
-    plain = self.params.logprobs is None and not self.options.get("continuous_usage_stats")
+    plain = self.params.logprobs is None and not (self.options.get("continuous_usage_stats") or self.parsers)
     return self.event(i, _PLAIN).rsplit(dumps(_PLAIN.text), 1) if plain else None
 
 # %% ../nbs/13_server.ipynb #088b2d69
@@ -351,7 +360,8 @@ class Server:
     def __init__(self, engine, config: ServerConfig|None = None):
         self.engine, self.config = engine, config or ServerConfig()
         self.names = self.config.served_model_name or [engine.model_name]
-        self.metrics = Metrics(engine, self.names[0])
+        self.metrics, self.style = Metrics(engine, self.names[0]), style_of(engine.tokenizer)
+        self.grammars = Grammars(engine.tokenizer, engine.model_config.eos_ids)
 
     def check_model(self, name: str|None):
         "404 for a model we don't serve"
@@ -396,8 +406,9 @@ async def prompts(self: Server, body: Body) -> list[tuple[str, list[int]]]:
         go_on, generate = body.continue_final_message, body.add_generation_prompt
         kw = (body.chat_template_kwargs or {}) | ({"continue_final_message": True} if go_on else {})
         kw["add_generation_prompt"] = not go_on if generate is None else generate
-        size = sum(len(str(m.get("content"))) for m in body.messages)
-        return [("", await unblocked(size, tok.chat, body.messages, **kw))]
+        messages, more = render(self.style, body.messages, tools_of(body))
+        size = sum(len(m["content"]) for m in messages) + 1000*len(more.get("tools", ()))
+        return [("", await unblocked(size, tok.chat, messages, **kw | more))]
     many = isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int)
     for one in body.prompt if many else [body.prompt]:
         if not one: raise RequestError("the prompt is empty", "prompt")
@@ -406,6 +417,19 @@ async def prompts(self: Server, body: Body) -> list[tuple[str, list[int]]]:
         out.append((one, ids))
     return out
 
+# %% ../nbs/13_server.ipynb #7d76b5fb
+def tools_of(body: Body) -> Tools|None:
+    "The tools that `body` offers to the model"
+    return Tools.of(body.tools, body.tool_choice, body.parallel_tool_calls) if isinstance(body, ChatBody) else None
+
+@patch
+async def grammar_for(self: Server, body: Body, tools: Tools|None) -> Grammar|None:
+    "The grammar of the answers to `body`, None if they are free"
+    spec = wanted(body.response_format, body.structured_outputs)
+    if spec and tools: raise RequestError(f"{spec[2]} can't be combined with tools (except with tool_choice=none)", spec[2])
+    if tools and tools.forced: spec = "grammar", call_grammar(self.style, tools), "tools"
+    return await asyncio.to_thread(self.grammars.compile, *spec) if spec else None
+
 # %% ../nbs/13_server.ipynb #2cb0f083
 @patch
 async def answer(self: Server, request: Request, body: Body) -> Response:
@@ -413,7 +437,8 @@ async def answer(self: Server, request: Request, body: Body) -> Response:
     start, e, most = perf_counter(), self.engine, self.config.max_queue
     self.check_model(body.model)
     refuse(body)
-    params, prompts = sampling(body, e.default_sampling), await self.prompts(body)
+    params, prompts, tools = sampling(body, e.default_sampling), await self.prompts(body), tools_of(body)
+    params.structured = await self.grammar_for(body, tools)
     n, tokens, output = len(prompts)*params.n, max(len(ids) for _, ids in prompts), params.max_tokens or 1
     if tokens + output > e.max_model_len: raise RequestError(
         f"the context is {e.max_model_len} tokens: {tokens} prompt and {output} output tokens don't fit", "max_tokens")
@@ -421,7 +446,7 @@ async def answer(self: Server, request: Request, body: Body) -> Response:
     if most is not None and len(e.scheduler.waiting) + len(e.scheduler.running) + n > e.scheduler.max_num_seqs + most:
         raise RequestError("the queue is full", None, 503, "ServiceUnavailableError")
     id = request.headers.get("x-request-id") or body.request_id or request.scope["id"]
-    answer = Answer(self, body, prompts, params, id[:128], start)
+    answer = Answer(self, body, prompts, params, id[:128], start, tools)
     return EventStream(answer) if body.stream else await answer.whole(request.receive)
 
 @patch

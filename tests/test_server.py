@@ -331,10 +331,6 @@ REFUSED = [  # path, body, status, words in the message, param
     *(
         (CHAT, {"messages": HI, k: v}, 400, k, k)
         for k, v in dict(
-            tools=[],
-            tool_choice="auto",
-            response_format={"type": "json_object"},
-            structured_outputs={"regex": "a"},
             echo=True,
             suffix="x",
             prompt_logprobs=1,

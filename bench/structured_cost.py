@@ -1,0 +1,65 @@
+"""What neighbours pay for structured output and for log-probabilities: the time of a step with the same rows, with and without.
+
+    python bench/structured_cost.py [--model smollm2] [--load-format auto] [--out bench/results/structured_cost.json]
+
+Eight plain requests run throughout. In turns, four more join them, which sample freely, have a grammar, or ask for log-probabilities; the median step
+of each turn is compared with that of the free turn of the same round.
+"""
+import argparse, json, platform, statistics
+from time import perf_counter
+
+import torch
+
+from miniengine.config import EngineConfig, SamplingParams
+from miniengine.engine import Engine
+from miniengine.structured import Grammars
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "notes": {"type": "array", "items": {"type": "string"}, "minItems": 40}},
+          "required": ["name", "age", "notes"], "additionalProperties": False}
+
+
+def turn(engine, steps, extra):
+    "Median step in ms while four requests with parameters `extra` run beside the eight"
+    ids = engine.tokenizer.chat([{"role": "user", "content": "Describe a person as JSON, with many notes."}])
+    streams = [engine.add(ids, SamplingParams(max_tokens=400, seed=k, **extra)) for k in range(4)]
+    for _ in range(4): engine.step()
+    times = []
+    for _ in range(steps):
+        t = perf_counter(); engine.step()
+        times.append((perf_counter() - t) * 1e3)
+    assert all(s.request.finish_reason is None for s in streams)
+    for s in streams: s.abort()
+    while engine.inflight: engine.step()
+    return statistics.median(times)
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--model", default="smollm2"); ap.add_argument("--load-format", default="auto"); ap.add_argument("--out")
+    ap.add_argument("--rounds", type=int, default=9); ap.add_argument("--steps", type=int, default=30)
+    a = ap.parse_args()
+    engine = Engine(EngineConfig(model=a.model, load_format=a.load_format, max_num_seqs=16, max_model_len=2048), progress=False)
+    grammar = Grammars(engine.tokenizer, engine.model_config.eos_ids).compile("json", SCHEMA)
+    extras = {"four sample freely": {}, "four follow a JSON schema": dict(structured=grammar), "four want 5 log-probabilities": dict(logprobs=5)}
+    prompt, found = engine.tokenizer.encode("Once upon a time"), {k: [] for k in extras}
+    for r in range(-1, a.rounds):  # the first round warms up
+        plain = [engine.add(prompt + [1000 + k], SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)) for k in range(8)]
+        for name in (list(extras), list(extras)[::-1])[r % 2]:
+            ms = turn(engine, a.steps, extras[name])
+            if r >= 0: found[name].append(ms)
+        for s in plain: s.abort()
+        while engine.has_work: engine.step()
+    base, cases = found["four sample freely"], []
+    for name, ms in found.items():
+        ratios = [x / y for x, y in zip(ms, base)]
+        cases.append(dict(name=name, step_ms=statistics.median(ms), ratio=statistics.median(ratios), low=min(ratios), high=max(ratios), rounds=len(ms)))
+        print(f"{name:32} {cases[-1]['step_ms']:7.2f} ms a step, ratio {cases[-1]['ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    cuda = engine.device.type == "cuda"
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    out = dict(command="python bench/structured_cost.py", machine=torch.cuda.get_device_name() if cuda else f"{cpu}, {torch.get_num_threads()} thread(s)", torch=torch.__version__,
+               what=f"{a.model}, {str(engine.dtype)[6:]}, vocabulary {engine.model_config.vocab_size:,}, 8 plain requests and 4 others", cases=cases)
+    if a.out:
+        with open(a.out, "w") as f: json.dump(out, f, indent=1)
+
+
+if __name__ == "__main__": main()
