@@ -41,7 +41,8 @@ def main():
             each.append(time.perf_counter() - t)
         times.append(sum(each))
     total = [s.prompt_len + s.output_len for s in samples]
-    out = dict(what=f"{len(samples):,} ShareGPT prompts as `bench serve` draws them (seed 0), the demo model's tokenizer",
+    what = f"{len(samples):,} ShareGPT prompts as `bench serve` draws them (seed 0), the demo model's tokenizer"
+    out = dict(what=what,
                machine=f"{platform.machine()} CPU, {os.cpu_count()} cores",
                versions=f"tokenizers {version('tokenizers')}",
                command="python bench/prompts.py ShareGPT.json",

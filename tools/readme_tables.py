@@ -66,11 +66,12 @@ def blocks():
     c = R.model_config(DATA); per = R.kv_bytes(c); g = R.gib24(DATA); frag = {b: 100*R.draw_waste(b) for b in (1, 16, 128)}
     rows = R.capacity_rows(DATA, R.MEANS)
     row = min(rows, key=lambda r: abs(r[0] - 2600))
-    real = R.accepted("1")
+    real, pr = R.accepted("1"), R.prompts()
+    lengths = f"the lengths of {pr['prompts']:,} ShareGPT prompts and answers" if pr else "log-normal lengths around ShareGPT's means"
     return (f"The arithmetic, for {R.MODELS['7b']} in bf16: a token costs 2 (K and V) × {c['num_layers']} layers × {c['num_kv_heads']} KV heads × {c['head_dim']} × 2 bytes = {per:,} bytes, so a contiguous reservation of 8,192 tokens takes {8192*per/2**20:.0f} MiB "
             f"however short the answer turns out to be. A block of 16 tokens takes {16*per/2**10:.0f} KiB, and only a sequence's last block is partly empty: 7.5 tokens on average, {100*7.5/507.5:.1f} % of a 500-token sequence. Below 16 there is little left to win, "
             f"while the block table of an 8k sequence would grow from {8192//16} entries to 8,192, and each read would shrink from 16 consecutive tokens to one.\n\n"
-            f"*Measured:* with {'the lengths of ' + format(R.prompts()['prompts'], ',') + ' ShareGPT prompts and answers' if R.prompts() else "log-normal lengths around ShareGPT's means"}, {frag[16]:.1f} % of the allocated memory is empty at block 16, {frag[128]:.1f} % at 128. In 24 GiB ({g['kv']:.1f} GiB of it for the cache, {g['blocks']:,} blocks) {row[1]} sequences of {row[0]:,.0f} tokens on average fit at full length; "
+            f"*Measured:* with {lengths}, {frag[16]:.1f} % of the allocated memory is empty at block 16, {frag[128]:.1f} % at 128. In 24 GiB ({g['kv']:.1f} GiB of it for the cache, {g['blocks']:,} blocks) {row[1]} sequences of {row[0]:,.0f} tokens on average fit at full length; "
             f"the real scheduler runs {row[2]} at once before its first preemption, and contiguous reservations allow {row[3]}. " + (f"On a GPU: {real[0]}." if real and real[1].lower() in ("pass", "fail") else f"On a GPU: {R.OPEN}."))
 
 
