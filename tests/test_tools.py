@@ -158,3 +158,30 @@ def test_calls_and_results_become_text_for_a_template_without_tools():
 def test_bad_calls_in_the_history_are_refused(calls):
     with pytest.raises(RequestError) as e: render(HERMES, [{"role": "assistant", "content": None, "tool_calls": calls}], None)
     assert e.value.param.startswith("messages[0].tool_calls")
+
+
+QWEN = """{%- if tools %}<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}{%- endfor %}
+Return calls within <tool_call></tool_call> XML tags<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
+
+
+def test_a_template_with_tools_gets_them_and_the_calls_as_objects():
+    from miniengine.text import Tokenizer
+    from miniengine.weights import load_tokenizer, resolve
+    tok = Tokenizer(load_tokenizer(resolve("smollm2")))
+    tok.hf.chat_template = QWEN
+    assert style_of(tok) == HERMES
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":"1"}'}}]},
+               {"role": "tool", "tool_call_id": "1", "content": "42"}]
+    messages, more = render(HERMES, history, TOOLS)
+    text = tok.decode(tok.chat(messages, **more), False)
+    assert text.count('"g_2"') == 1 and '{"name": "f", "arguments": {"x": "1"}}' in text and "<|im_start|>tool\n42" in text
+    messages, more = render(HERMES, history[:1], None)
+    assert more == {} and "Tools" not in tok.decode(tok.chat(messages), False)
