@@ -284,7 +284,7 @@ def hit_table():
     for (machine, engine), d in replayed_servers().items():
         if d.get("mode") == "open": continue
         t = {x["turn"]: (x["queries"], x["hits"]) for x in d["turns"] if x["turn"] != "all"}
-        cols[f"{engine}, block {d['block_size']} ({machine})"] = hit_rates(t)
+        cols[f"{engine.split('_')[0]}, block {d['block_size']} ({machine})"] = hit_rates(t)
     if not cols: return OPEN
     turns = list(next(iter(cols.values())))
     return md(["turn", *cols], [[t if t == "all" else t + 1, *[f"{100*c[t]:.1f} %" if t in c else "" for c in cols.values()]] for t in turns])
@@ -465,7 +465,7 @@ def default_steps(steps):
 def served_rates():
     "{(machine, engine): hit rate of the whole trace} of the replays against servers"
     return {k: hit_rates({x["turn"]: (x["queries"], x["hits"]) for x in d["turns"] if x["turn"] != "all"})["all"]
-            for k, d in replayed_servers().items() if d.get("mode") != "open"}
+            for k, d in replayed_servers().items() if d.get("mode") != "open" and k[1] in SIDES}
 
 
 def gate_rows(data):
