@@ -95,7 +95,8 @@ def environment() -> dict:
     versions = {d.name: d.version for d in metadata.distributions() if d.name in names}
     return dict(date=time.strftime("%Y-%m-%d %H:%M"), git=run("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
                 gpu=run("nvidia-smi", query, "--format=csv,noheader").splitlines(), cpu=cpu[1] if cpu else "",
-                cpus=os.cpu_count(), system=f"{platform.system()} {platform.machine()}",
+                cpus=os.cpu_count(), load_average=round(os.getloadavg()[1], 1),
+                system=f"{platform.system()} {platform.machine()}",
                 python=platform.python_version(), versions=dict(sorted(versions.items())))
 
 
