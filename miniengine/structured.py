@@ -136,6 +136,7 @@ def _compile(self: Grammars, text: str):
             self.vocabulary = LLTokenizer(Words(), eos_token=self.eos)
     start = LLMatcher(self.vocabulary, LLMatcher.grammar_from_lark(text), log_level=0)
     if start.is_error(): raise ValueError(start.get_error().partition("<state>")[0].strip())
+    start.compute_bitmask()  # the first mask is the slowest (seconds, for a hostile pattern): here it delays its own request only
     return start
 
 @patch
