@@ -97,12 +97,11 @@ def loop():
 def prefix():
     rows = R.trace_ids()
     rate = R.hit_rates(R.replay(rows)) if rows else {}
-    served = R.served_rates()
     text = ("The arithmetic: a dict of 16-token blocks misses at most the last 15 tokens of a shared prefix, 7.5 on average; in an agent loop that sends 3,000 tokens of history again every turn that is "
             f"{100*7.5/3000:.2f} % of the hit rate that a tree could have. Equality is compared on the token ids themselves, so a hash collision is a miss and never a wrong answer. The radix tree is the upgrade for a second version.\n\n")
     if rate: text += ("*Measured* on an agent's trace (8 conversations, 6 turns, the whole history sent again), through the real scheduler: " +
                       ", ".join(f"{100*x:.1f} % on turn {t + 1}" for t, x in rate.items() if t != "all") + f"; {100*rate['all']:.1f} % in all, equal to the count by hand. ")
-    return text + ("Against servers: " + ", ".join(f"{e} {100*x:.1f} % ({m})" for (m, e), x in served.items()) + "." if served else f"vLLM on the same trace: {R.OPEN}.")
+    return text + (f"Over HTTP, both engines' servers: {R.served_words()}." if R.served_words() else f"vLLM on the same trace: {R.OPEN}.")
 
 
 def rewrite(text):
