@@ -478,6 +478,15 @@ def served_words():
     return "; ".join(f"with blocks of {b} {' and '.join(w)} ({m})" for (m, b), w in sorted(by.items()))
 
 
+def same_hits():
+    "Did both engines' servers find equally many tokens where they were replayed with the same block size?"
+    by = {}
+    for (machine, engine), d in replayed_servers().items():
+        if d.get("mode") == "turn": by.setdefault((machine, d["block_size"]), {})[engine.split("_")[0]] = sum(t["hits"] for t in d["turns"])
+    pairs = [w for w in by.values() if len(w) == 2]
+    return bool(pairs) and all(w["vllm"] == w["miniengine"] for w in pairs)
+
+
 def gate_rows(data):
     "[(required, measured, verdict)]: pass, fail, open (not measured) or tested (by a test in the repository)"
     e = data["7b"]; tp = ratio(e, "8", "output_throughput")
