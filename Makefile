@@ -11,6 +11,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# without a GPU Triton's kernels run under its interpreter, which must be asked for before the first import in a process
+export TRITON_INTERPRET := $(shell command -v nvidia-smi >/dev/null && echo 0 || echo 1)
 # arguments for the installation of torch alone, for example an index that carries builds without CUDA
 TORCH_ARGS ?=
 ARGS ?=
