@@ -134,5 +134,6 @@ def test_committed_configs_can_be_read():
 
 
 def test_a_server_that_ends_is_an_error_with_its_log(tmp_path):
+    command = [sys.executable, "-c", "print('broken on purpose')"]
     with pytest.raises(RuntimeError, match="broken on purpose"):
-        with servers.running([sys.executable, "-c", "print('broken on purpose')"], "http://127.0.0.1:9", tmp_path/"x.log"): pass
+        with servers.running(command, "http://127.0.0.1:9", tmp_path/"x.log"): pass
