@@ -2,10 +2,14 @@
 """Run `vllm bench serve` and ours against the same fake server, and compare what each sent, printed and stored.
 
     python bench/compare_clients.py --vllm /path/to/vllm --tokenizer DIR [--sharegpt FILE] [--json OUT]
+    python bench/compare_clients.py ... --serve 'miniengine serve smollm2 --port {port}' --load '--num-prompts 24 ...'
 
 Compared per case: bodies and headers of all requests; the send times; the console output with numbers masked
 (without vLLM's log lines, the function's name in its Namespace line masked); the JSON's keys in order, and every value
 that doesn't depend on the clock.
+
+With `--serve`, both clients measure a real server instead, started anew for each run, in turns (ours, vLLM's, vLLM's,
+ours): prompts, send times, labels and keys must be equal again, and the figures are put side by side.
 """
 import argparse
 import json
@@ -125,6 +129,33 @@ def compare(theirs, ours):
     return out, max((abs(x["t"] - y["t"]) for x, y in zip(a, b)), default=0)
 
 
+def real_server(a, commands, load, where) -> dict:
+    "Both clients against a real server, twice; what differs, and the figures of every run"
+    from servers import running
+    runs, url = {"ours": [], "vllm": []}, f"http://127.0.0.1:{a.port}"
+    for i, who in enumerate(("ours", "vllm", "vllm", "ours")):
+        out, log = where/f"{i}-{who}.json", where/"server.log"
+        options = ["--port", str(a.port), "--tokenizer", a.tokenizer, *load, "--request-id-prefix", "r-",
+                   "--save-detailed",
+                   "--save-result", "--result-dir", str(where), "--result-filename", out.name]
+        with running(a.serve.format(port=a.port), url, log):
+            r = subprocess.run([*commands[who], *options], capture_output=True, text=True)
+        if r.returncode: sys.exit(r.stdout[-2000:] + r.stderr[-3000:])
+        d = json.loads(out.read_text())
+        d["times"] = [t - d["start_times"][0] for t in d["start_times"]]
+        runs[who].append(dict(stdout=r.stdout, json=d))
+    pairs = list(zip(runs["vllm"], runs["ours"]))
+    same = {"console": all(mask(v["stdout"]) == mask(o["stdout"]) for v, o in pairs),
+            "keys": all([k for k in v["json"]] == [k for k in o["json"] if k != "miniengine"] for v, o in pairs)}
+    for key in ("completed", "failed", "input_lens", "output_lens", "generated_texts"):
+        same[key] = all(v["json"][key] == o["json"][key] for v, o in pairs)
+    late = max(abs(x - y) for v, o in pairs for x, y in zip(v["json"]["times"], o["json"]["times"]))
+    figures = [k for k in runs["ours"][0]["json"] if re.match("mean_|median_|.*throughput|duration", k)]
+    table = {k: {who: [round(r["json"][k], 2) for r in rs] for who, rs in runs.items()} for k in figures}
+    return dict(serve=a.serve, load=a.load, same=same, largest_send_time_difference_ms=round(late * 1e3, 1),
+                figures=table)
+
+
 def data_files(where):
     "Write the files of the custom and burstgpt cases"
     rows = [json.dumps({"prompt": f"Tell me {i} things about number {i}.", "output_tokens": i + 2}) for i in range(5)]
@@ -144,18 +175,25 @@ def main():
     p.add_argument("--only", nargs="*")
     p.add_argument("--port", type=int, default=8310)
     p.add_argument("--json", help="write the outcome here")
+    p.add_argument("--serve", help="start this real server (with {port} in it) instead of the fake one")
+    p.add_argument("--load", default="", help="options of both clients against it")
     p.add_argument("--keep", help="keep outputs in this folder")
     a = p.parse_args()
     tmp = Path(a.keep or tempfile.mkdtemp()).resolve()
     tmp.mkdir(exist_ok=True, parents=True)
     names = dict(tokenizer=a.tokenizer, sharegpt=a.sharegpt, **data_files(tmp))
     def fill(s): return shlex.split(re.sub(r"\{(\w+)\}", lambda m: str(names[m[1]]), s))
+    commands = dict(vllm=shlex.split(a.vllm) + ["bench", "serve"], ours=shlex.split(a.ours))
+    if a.serve:
+        report = real_server(a, commands, fill(a.load), tmp)
+        print(json.dumps(report, indent=1))
+        if a.json: Path(a.json).write_text(json.dumps(report, indent=1) + "\n")
+        return not all(report["same"].values())
     report = {}
     for n, (name, (server, options)) in enumerate(CASES.items()):
         if (a.only and name not in a.only) or ("{sharegpt}" in options and not a.sharegpt): continue
         target = ["--tokenizer", a.tokenizer, "--model", "fake"] if "NO_MODEL" not in options else []
         target += ["--request-id-prefix", "r-"] + fill(options.replace("NO_MODEL", ""))
-        commands = dict(vllm=shlex.split(a.vllm) + ["bench", "serve"], ours=shlex.split(a.ours))
         runs = [run_case(command, fill(server), target, a.port + n, tmp/f"{name.replace(' ', '_')}-{who}")
                 for who, command in commands.items()]
         diffs, late = compare(*runs)
