@@ -136,8 +136,7 @@ def real_server(a, commands, load, where) -> dict:
     for i, who in enumerate(("ours", "vllm", "vllm", "ours")):
         out, log = where/f"{i}-{who}.json", where/"server.log"
         options = ["--port", str(a.port), "--tokenizer", a.tokenizer, *load, "--request-id-prefix", "r-",
-                   "--save-detailed",
-                   "--save-result", "--result-dir", str(where), "--result-filename", out.name]
+                   "--save-detailed", "--save-result", "--result-dir", str(where), "--result-filename", out.name]
         with running(a.serve.format(port=a.port), url, log):
             r = subprocess.run([*commands[who], *options], capture_output=True, text=True)
         if r.returncode: sys.exit(r.stdout[-2000:] + r.stderr[-3000:])
