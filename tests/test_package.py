@@ -1,22 +1,19 @@
 """The package as a whole: its size, its docstrings, and which way its imports point."""
 import ast
-import io
 import json
 import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT/"bench"))
+from report import ENGINE, SURFACE, code_lines  # noqa: E402  (one definition of the count, for the test, README and blog)
+
 PKG = ROOT/"miniengine"
 LIMIT = 2000
-# the engine, chapters 1 to 12 without `SURFACE`: from a prompt to its tokens, offline or streamed
-ENGINE = ("config", "kv_blocks", "scheduler", "model", "weights", "attention", "triton_attention", "sampler", "runner",
-          "prefix_cache", "text", "engine")
-SURFACE = ("server", "cli", "structured", "tools", "glass")   # what people and programs talk to
 NO_TORCH = ("kv_blocks", "scheduler", "prefix_cache", "config")
 MODULES = sorted(p for p in PKG.glob("*.py") if p.stem != "_modidx")
 
@@ -29,20 +26,6 @@ def exports():
             m = re.search(r"^#\|\s*default_exp\s+(\S+)", "".join(c["source"]), re.M)
             if m and c["cell_type"] == "code": out.append((m[1], nb.name))
     return out
-
-
-def code_lines(src):
-    "Number of lines of `src` that hold code: no blank lines, no comments, no docstrings"
-    doc, used = set(), set()
-    for n in ast.walk(ast.parse(src)):
-        if not isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or not n.body: continue
-        b = n.body[0]
-        if isinstance(b, ast.Expr) and isinstance(b.value, ast.Constant) and isinstance(b.value.value, str):
-            doc |= set(range(b.lineno, b.end_lineno + 1))
-    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    for t in tokenize.generate_tokens(io.StringIO(src).readline):
-        if t.type not in blank: used |= set(range(t.start[0], t.end[0] + 1))
-    return len(used - doc)
 
 
 def test_code_lines_counts_code_only():
