@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -37,7 +38,7 @@ def fetch(url: str, body=None, timeout: float = 30):
 def running(command, url: str, log: Path, timeout: float = 900, env: dict|None = None):
     """Run the server `command` (list or string) until the block ends; yields the seconds it took to become healthy.
 
-    If it ends or isn't healthy in time, a RuntimeError shows the end of its log.
+    If it ends or isn't healthy in time, a RuntimeError shows the end of its log. A SIGTERM to us ends it, too.
     """
     words = shlex.split(command) if isinstance(command, str) else list(command)
     if words[0] == "miniengine": words = MINIENGINE + words[1:]
@@ -48,6 +49,7 @@ def running(command, url: str, log: Path, timeout: float = 900, env: dict|None =
         p = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
                              env=os.environ | ({"PYTHONPATH": path} if "-c" in words else {}) | (env or {}))
     begin = time.monotonic()
+    if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         while fetch(f"{url}/health", timeout=5)[0] != 200:
             if p.poll() is not None or time.monotonic() - begin > timeout:

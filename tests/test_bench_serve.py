@@ -352,3 +352,25 @@ def test_arrivals_are_stretched_to_the_nominal_duration():
         times, rates = bench_load.arrival_times(37, 2.5, .7)
         assert times[-1] == pytest.approx(37 / 2.5) and times == sorted(times) and set(rates) == {2.5}
     assert bench_load.arrival_times(0, 3)[0] == [] and bench_load.arrival_times(3, math.inf)[0] == [0.0] * 3
+
+
+def test_throughput_prints_the_original_lines(tmp_path, monkeypatch, capsys):
+    made = []
+    class LLM:
+        def __init__(self, **config): made.append(config)
+        def generate(self, prompts, params, use_tqdm=True):
+            made.append(params)
+            answer = [type("O", (), dict(token_ids=[1] * p.max_tokens)) for p in params]
+            return [type("R", (), dict(prompt_token_ids=t.split(), outputs=[a])) for t, a in zip(prompts, answer)]
+    monkeypatch.setattr("miniengine.engine.LLM", LLM)
+    argv = f"--num-prompts 4 --input-len 5 --output-len 3 --batching static --output-json {tmp_path/'t.json'}"
+    assert bench_serve.main(["throughput", *argv.split()]) == 0
+    config, params = made
+    assert config["batching"] == "static" and config["model"] == "smollm2"
+    assert [(p.max_tokens, p.ignore_eos, p.temperature) for p in params] == [(3, True, 1.0)] * 4
+    lines, n = capsys.readouterr().out.splitlines()[1:], r"\d+\.\d\d"
+    assert re.fullmatch(f"Throughput: {n} requests/s, {n} total tokens/s, {n} output tokens/s", lines[0])
+    assert lines[1:] == ["Total num prompt tokens:  20", "Total num output tokens:  12"]
+    d = json.loads((tmp_path/"t.json").read_text())
+    assert list(d) == "elapsed_time num_requests total_num_tokens requests_per_second tokens_per_second".split()
+    assert d["total_num_tokens"] == 32
