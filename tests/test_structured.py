@@ -1,6 +1,9 @@
 "Structured output: what is asked for, what the masks allow, one matcher per request, and the engine's loop around them"
 import json
+import os
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -179,3 +182,12 @@ async def test_the_matcher_sees_every_token_once_and_is_one_per_choice(overlap):
         assert "".join([d.text async for d in s]) == "yes" and s.request.finish_reason == "stop"
         assert allowed(s.request.params.structured) == [EOS, 258] and not s.request.params.structured.at.is_error()
     await e.stop()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_answers_are_valid_and_neighbours_notice_nothing(dtype, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).resolve().parent.parent/"bench"), *sys.path])
+    from gpu_structured import check
+    found = check(os.environ.get("MINIENGINE_TEST_MODEL", "smollm2"), dtype, "triton")
+    assert found["overlap"] and all(k["valid"] == 8 for k in found["kinds"].values())
