@@ -520,7 +520,7 @@ def gate_table(data): return md(["required", "measured", ""], gate_rows(data)).r
 
 # --- size of the engine ---
 ENGINE = ("config", "kv_blocks", "scheduler", "model", "weights", "attention", "triton_attention", "sampler", "runner", "prefix_cache", "text", "engine")
-SURFACE = ("server", "cli", "structured", "tools", "glass")   # what people and programs talk to; the rest is the harness
+SURFACE = ("server", "cli", "doctor", "structured", "tools", "glass")   # what people and programs talk to; the rest is the harness
 
 
 def code_lines(src):

@@ -65,7 +65,7 @@ def test_flags_reach_the_configs():
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["--version"], ["serve", "--help"], ["chat", "--help"], ["generate", "--help"]]
+    "args", [["--help"], ["--version"], *([c, "--help"] for c in "serve chat generate doctor".split())]
 )
 def test_help_comes_without_anything_heavy(args):
     heavy = "torch transformers fastapi pydantic uvicorn numpy plotly".split()
@@ -108,6 +108,79 @@ def test_what_the_user_did_wrong_is_told_in_one_line(args, words):
     r = run(*args, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert r.returncode == 1 and words in r.stderr and "Traceback" not in r.stderr, r.stderr
     assert len([line for line in r.stderr.splitlines() if line.startswith("miniengine")]) == 1
+
+
+@pytest.mark.parametrize(
+    "module, args, words",
+    [
+        (
+            "aiohttp",
+            ["bench", "serve", "--dataset-name", "random", "--base-url", "http://127.0.0.1:9", "--num-prompts", "1"],
+            "No module named 'aiohttp'; pip install 'miniengine[bench]'",
+        ),
+        ("fastapi", ["serve"], "No module named 'fastapi'"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(module, args, words):
+    code = (
+        "import sys; sys.modules[%r] = None\nfrom miniengine.cli import main\nsys.exit(main(sys.argv[1:]))" % module
+    )
+    r = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120)
+    lines = [line for line in r.stderr.splitlines() if line.startswith("miniengine:")]
+    assert r.returncode == 1 and "Traceback" not in r.stderr and len(lines) == 1, r.stderr
+    text = lines[0].replace(f"import of {module} halted; None in sys.modules", f"No module named '{module}'")
+    assert text == f"miniengine: {words}"
+
+
+# --- the doctor ---
+
+
+def test_the_doctor_finds_nothing_wrong_here():
+    r = run("doctor", "--device", "cpu", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    lines = r.stdout.splitlines()
+    assert r.returncode == 0 and lines[-1] == "nothing wrong", r.stdout + r.stderr
+    assert lines[0].startswith(f"miniengine  {__version__}, Python 3.")
+    found = {word: [line for line in lines if line.split()[0] == word] for word in ("attention", "self-test", "device")}
+    assert len(found["attention"]) == 3 and "torch: usable, the default" in found["attention"][2]
+    assert len(found["self-test"]) == 1 and "right, " in found["self-test"][0] and "cpu: " in found["device"][-1]
+
+
+def test_the_doctor_notices_a_wrong_computation_and_an_error(monkeypatch):
+    from miniengine import doctor, model
+
+    said, norm = [], model.TorchOps.rms_norm
+    monkeypatch.setattr(doctor, "gpus_of_driver", lambda: [])
+    monkeypatch.setattr(doctor, "reference", lambda *a, real=doctor.reference: real(*a).roll(1, -1))
+    assert doctor.main("cpu", said.append) == 1 and "WRONG" in said[-3] and said[-1] == "1 problem"
+    monkeypatch.setattr(model.TorchOps, "add_rms_norm", staticmethod(lambda *a: 1 / 0))
+    assert doctor.main("cpu", said.append) == 1 and norm is model.TorchOps.rms_norm
+    assert said[-2] == "PROBLEM     attention backend torch: ZeroDivisionError: division by zero"
+
+
+def test_the_doctor_names_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
+    import torch
+
+    from miniengine import doctor
+
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'Card X, 580.1'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "the driver sees Card X, 580.1, but torch" in doctor.devices(lambda line: None)[0]
+    assert doctor.backends(True)["torch"] == "" and doctor.backends(False)["triton"] == "needs a CUDA GPU"
+
+
+def test_the_doctor_says_which_requirements_lack(monkeypatch):
+    from miniengine import doctor
+
+    texts, said = ["torch>=99", "no-such-thing>=1", "numpy>=1", "x-y-z; extra == 'gpu'", "w>1; os_name == 'x'"], []
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: texts)
+    problems = doctor.packages(said.append)
+    assert [p.split(" (")[0] for p in problems] == ["miniengine needs torch>=99", "miniengine needs no-such-thing>=1"]
+    assert any("[gpu] lacks x-y-z: pip install 'miniengine[gpu]'" in line for line in said)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: doctor.metadata.distribution("no-such-thing"))
+    assert doctor.packages(said.append) == [] and "source tree" in said[-1]
 
 
 def test_unknown_commands_and_flags_are_refused():
