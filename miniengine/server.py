@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'finished_log', 'SAMPLING', 'Body', 'REFUSED', 'EDGES', 'DetokenizeBody', 'failure', 'reply', 'on_error',
            'listof', 'ChatBody', 'TextBody', 'refuse', 'sampling', 'Histogram', 'Metrics', 'Answer', 'null', 'sse',
-           'EventStream', 'Server', 'unblocked', 'tools_of', 'Gate', 'StrictRequest', 'Route', 'Uvicorn', 'serve']
+           'EventStream', 'Server', 'tools_of', 'Gate', 'StrictRequest', 'Route', 'Uvicorn', 'serve']
 
 # %% ../nbs/13_server.ipynb #16ea30a5
 import asyncio
@@ -361,7 +361,7 @@ class Server:
         self.engine, self.config = engine, config or ServerConfig()
         self.names = self.config.served_model_name or [engine.model_name]
         self.metrics, self.style = Metrics(engine, self.names[0]), style_of(engine.tokenizer)
-        self.grammars = Grammars(engine.tokenizer, engine.model_config.eos_ids)
+        self.grammars, self.crowd = Grammars(engine.tokenizer, engine.model_config.eos_ids), asyncio.Lock()
 
     def check_model(self, name: str|None):
         "404 for a model we don't serve"
@@ -394,9 +394,13 @@ class Server:
                       "versions": {d.name: d.version for d in distributions() if d.name in names}})
 
 # %% ../nbs/13_server.ipynb #aceb33ad
-async def unblocked(size: int, make, *args, **kw):
-    "`make(...)`, in a thread if the text has a `size` of more than a few thousand characters"
-    return make(*args, **kw) if size < 4096 else await asyncio.to_thread(make, *args, **kw)
+@patch
+async def unblocked(self: Server, size: int, make, *args, **kw):
+    "`make(...)`, one per turn of the loop; in a thread if the text has a `size` of thousands of characters"
+    if size >= 4096: return await asyncio.to_thread(make, *args, **kw)
+    async with self.crowd:
+        await asyncio.sleep(0)
+        return make(*args, **kw)
 
 @patch
 async def prompts(self: Server, body: Body) -> list[tuple[str, list[int]]]:
@@ -408,11 +412,11 @@ async def prompts(self: Server, body: Body) -> list[tuple[str, list[int]]]:
         kw["add_generation_prompt"] = not go_on if generate is None else generate
         messages, more = render(self.style, body.messages, tools_of(body))
         size = sum(len(m["content"]) for m in messages) + 1000*len(more.get("tools", ()))
-        return [("", await unblocked(size, tok.chat, messages, **kw | more))]
+        return [("", await self.unblocked(size, tok.chat, messages, **kw | more))]
     many = isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int)
     for one in body.prompt if many else [body.prompt]:
         if not one: raise RequestError("the prompt is empty", "prompt")
-        if isinstance(one, str): ids = await unblocked(len(one), tok.encode, one, body.add_special_tokens)
+        if isinstance(one, str): ids = await self.unblocked(len(one), tok.encode, one, body.add_special_tokens)
         else: ids, one = one, tok.decode(one) if body.echo else ""
         out.append((one, ids))
     return out

@@ -690,6 +690,24 @@ async def test_a_cancelled_handler_aborts_its_requests():
             assert_idle(e)
 
 
+async def test_the_engine_gets_a_turn_between_the_prompts_of_a_crowd():
+    async with running(num_blocks=4000) as (c, e):
+        encode, seen = e.tokenizer.encode, []
+
+        def slow(*a):
+            seen.append(e.steps)
+            time.sleep(0.002)
+            return encode(*a)
+
+        e.tokenizer.encode = slow
+        first = asyncio.create_task(post(c, TEXT, {"prompt": "x", "max_tokens": 400, "ignore_eos": True}))
+        while not e.scheduler.running:
+            await asyncio.sleep(0)
+        await asyncio.gather(*(post(c, TEXT, {"prompt": "hello", "max_tokens": 4}) for _ in range(40)))
+        assert len(set(seen[1:])) >= 20, seen
+        await first
+
+
 async def test_a_failed_step_ends_its_requests_with_an_error_and_the_server_goes_on():
     async with running() as (c, e):
         for body in {"n": 1}, {"n": 2}:
