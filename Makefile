@@ -60,7 +60,7 @@ nbtest: .venv/.dev
 pytest: .venv/.dev
 	@echo "== pytest"; HF_HUB_OFFLINE=1 python -m pytest -q
 
-WHEEL_INPUTS := $(META) MANIFEST.in README.md LICENSE tools/check_wheel.sh $(wildcard miniengine/*.py)
+WHEEL_INPUTS := $(META) MANIFEST.in README.md LICENSE tools/check_wheel.sh $(wildcard miniengine/*.py miniengine/*.html)
 wheel: .venv/.wheel
 .venv/.wheel: .venv/.dev $(WHEEL_INPUTS)
 	@echo "== wheel in an empty environment"; TORCH_ARGS="$(TORCH_ARGS)" tools/check_wheel.sh

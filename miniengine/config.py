@@ -185,6 +185,8 @@ class ServerConfig(Checked):
     log_requests: bool = True                     # a line for each finished request
     access_log: bool = False                      # a line for each HTTP request
     allowed_origins: list[str] = field(default_factory=lambda: ["*"]) # web pages that may call us (CORS)
+    glass: bool = False                           # serve /glass, /debug/trace and /debug/events: the engine at work
+    trace: str|None = None                        # write the last steps to this file at the end (.json or .json.gz)
 
     def rules(self):
         "An empty key would let everybody in"

@@ -35,6 +35,7 @@ from starlette.exceptions import HTTPException
 
 from . import __version__
 from .config import RequestError, SamplingParams, ServerConfig
+from .glass import PAGE, Feed, Trace, perfetto, save
 from .structured import Grammar, Grammars, wanted
 from .tools import ToolParser, Tools, call_grammar, join_calls, render, style_of
 
@@ -362,6 +363,7 @@ class Server:
         self.names = self.config.served_model_name or [engine.model_name]
         self.metrics, self.style = Metrics(engine, self.names[0]), style_of(engine.tokenizer)
         self.grammars, self.crowd = Grammars(engine.tokenizer, engine.model_config.eos_ids), asyncio.Lock()
+        self.trace = Trace(engine) if self.config.glass or self.config.trace else None
 
     def check_model(self, name: str|None):
         "404 for a model we don't serve"
@@ -371,6 +373,10 @@ class Server:
     async def health(self):
         "200 while the engine works, 503 when it doesn't"
         return Response(status_code=200 if self.engine.healthy else 503)
+
+    async def ready(self):
+        "200 while new requests are taken; 503 when the engine has failed, or is ending and lets the last ones finish"
+        return Response(status_code=200 if self.engine.healthy and not self.engine.draining else 503)
 
     async def scrape(self):
         "Metrics in Prometheus' text format"
@@ -481,6 +487,24 @@ async def detokenize(self: Server, body: DetokenizeBody):
     return reply({"prompt": self.engine.tokenizer.decode(body.tokens, False)})
 
 # %% ../nbs/13_server.ipynb #229ff347
+@patch
+async def recording(self: Server, format: str = "json"):
+    "The engine's last steps, as JSON or (`format=perfetto`) as Chrome trace events"
+    if format not in ("json", "perfetto"): raise RequestError("format must be json or perfetto", "format")
+    report = self.trace.report()
+    return reply(perfetto(report) if format == "perfetto" else report)
+
+@patch
+async def feed(self: Server):
+    "Server-sent events: what the engine does"
+    return Feed(self.trace, lambda: self.engine.draining)
+
+@patch
+async def glass(self: Server):
+    "The page; what it shows comes from the feed, which is locked"
+    return Response(PAGE.read_bytes(), media_type="text/html")
+
+# %% ../nbs/13_server.ipynb #86ed1fd7
 class Gate:
     "Around the whole app: API key, body size, request id"
     def __init__(self, app, config: ServerConfig): self.app, self.most, self.keys = app, config.max_body, config.api_key
@@ -499,7 +523,7 @@ class Gate:
             return send(message)
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         known = any([compare_digest(key, k.encode()) for k in self.keys]) and kind.lower() == b"bearer"
-        locked = self.keys and scope["path"].startswith("/v1") and scope["method"] != "OPTIONS"
+        locked = self.keys and scope["path"].startswith(("/v1", "/debug")) and scope["method"] != "OPTIONS"
         app = reply({"error": "Unauthorized"}, 401) if locked and not known else self.app
         await app(scope | {"id": id.decode("latin-1"), "send": send}, limited, tagged)
 
@@ -530,8 +554,11 @@ def app(self: Server):
             ("POST", "/v1/chat/completions", self.chat), ("POST", "/v1/completions", self.completions),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("POST", "/ping", self.health),
+            ("GET", "/ready", self.ready),
             ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.models),
-            ("GET", "/version", version), ("GET", "/metrics", self.scrape), ("GET", "/server_info", self.info)):
+            ("GET", "/version", version), ("GET", "/metrics", self.scrape), ("GET", "/server_info", self.info),
+            *([("GET", "/debug/trace", self.recording), ("GET", "/debug/events", self.feed),
+               ("GET", "/glass", self.glass)] if self.config.glass else [])):
         app.add_api_route(path, f, methods=[method])
     return CORSMiddleware(Gate(app, self.config), self.config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
@@ -579,8 +606,11 @@ def serve(
     settings = uvicorn.Config(None, config.host, config.port, access_log=config.access_log, lifespan="off",
                               log_level="info" if config.access_log else "warning", backlog=4096,
                               timeout_graceful_shutdown=int(config.drain) + 5)
+    if config.trace: open(config.trace, "ab").close()  # if that is impossible, say so now
     socket = settings.bind_socket()
     server = Server(make_engine(), config)
     settings.app, url = server.app(), "http://{}:{}".format(*socket.getsockname())
     for s in signal.SIGTERM, signal.SIGINT: signal.signal(s, quiet)
-    Uvicorn(settings, server, lambda: ready(url, server)).run([socket])
+    try: Uvicorn(settings, server, lambda: ready(url, server)).run([socket])
+    finally:
+        if config.trace: save(server.trace.report(), config.trace)
