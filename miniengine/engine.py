@@ -11,6 +11,7 @@ import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from time import perf_counter
 import torch
 from fastcore.basics import patch
@@ -130,7 +131,8 @@ def _build(self: Engine, src, progress: bool):
     model = Model(m, self.dtype, self.device, longest, ops)
     load_model(model, src, m, c.load_format, progress)
     if not cuda and self.dtype == torch.float32: ops.pack(model)
-    sampler = Sampler(min(self.tokenizer.vocab_size, m.vocab_size), c.seed)
+    sampling = import_module("miniengine." + ("triton_sampler" if cuda and c.attn != "torch" else "sampler"))
+    sampler = Sampler(min(self.tokenizer.vocab_size, m.vocab_size), c.seed, sampling.draw)
     largest = budget if c.chunked_prefill else max(budget, longest)  # tokens of the largest step
     self.runner = Runner(model, attn, sampler, c.max_num_seqs, largest, bs)
     n = self.runner.size_cache(c, c.max_num_seqs*table, free)

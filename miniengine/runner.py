@@ -197,7 +197,8 @@ def run(self: Runner,
     self.last[dev["row_slot"][:len(rows)]] = tokens
     self.out.reverse()
     self.out[0][:len(rows)].copy_(tokens, non_blocking=True)
-    if logprobs is not None: logprobs = [t.to("cpu", non_blocking=True) for t in logprobs]
+    if logprobs is not None: logprobs = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
+                                         for t in logprobs]
     event = torch.cuda.Event()
     event.record()
     return Handle(batch, self.out[0][:len(rows)], logprobs, event)
