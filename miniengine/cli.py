@@ -64,7 +64,7 @@ def run_serve(args: argparse.Namespace):
     config = made(ServerConfig, args)
     config.api_key = config.api_key or os.environ.get("MINIENGINE_API_KEY", "").split()
     key = "-H 'authorization: Bearer YOUR-KEY' " if config.api_key else ""
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=config.log_level.upper(), format=config.log_format, style="{")
     def make_engine(): return import_module("miniengine.engine").AsyncEngine(engine(args))
     def ready(url, server): print(READY.format(__version__, server.names[0], key, url=url), flush=True)
     import_module("miniengine.server").serve(make_engine, config, ready)

@@ -185,6 +185,9 @@ class ServerConfig(Checked):
     log_requests: bool = True                     # a line for each finished request
     access_log: bool = False                      # a line for each HTTP request
     allowed_origins: list[str] = field(default_factory=lambda: ["*"]) # web pages that may call us (CORS)
+    log_level: str = limit("info", choices=("debug", "info", "warning", "error")) # what is worth a line
+    log_format: str = "{asctime} {levelname} {message}" # how a line looks, in Python's terms
+    dev: bool = False                             # serve /reset_prefix_cache, for benchmarks
     glass: bool = False                           # serve /glass, /debug/trace and /debug/events: the engine at work
     trace: str|None = None                        # write the last steps to this file at the end (.json or .json.gz)
 

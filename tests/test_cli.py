@@ -183,6 +183,28 @@ def test_the_doctor_says_which_requirements_lack(monkeypatch):
     assert doctor.packages(said.append) == [] and "source tree" in said[-1]
 
 
+def test_the_log_has_the_level_and_the_format_that_were_asked_for(fake, monkeypatch, capsys):
+    import logging
+
+    from miniengine import server
+
+    def serve(*args):
+        logging.getLogger("x").info("one")
+        logging.getLogger("x").warning("two")
+
+    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    for flags, lines in ([], ["INFO one", "WARNING two"]), (["--log-level", "warning"], ["WARNING two"]), (
+        ["--log-format", "{name}: {message}"], ["x: one", "x: two"]
+    ):
+        monkeypatch.setattr(logging.root, "handlers", [])
+        cli.main(["serve", *flags])
+        got = capsys.readouterr().err.splitlines()
+        assert len(got) == len(lines) and all(map(str.endswith, got, lines))
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert cli.main(["serve", "--log-format", "{nope"]) == 1 and "invalid format" in capsys.readouterr().err
+
+
 def test_unknown_commands_and_flags_are_refused():
     for args in [], ["fly"], ["serve", "--wings"], ["serve", "--max-num", "3"]:
         assert run(*args).returncode == 2

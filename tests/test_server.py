@@ -520,6 +520,15 @@ async def test_health_version_and_info():
         assert r.status_code == 503 and r.json()["error"]["code"] == 503
 
 
+async def test_ready_is_not_health():
+    async with running(ServerConfig(api_key=["secret"])) as (c, e):
+        assert (await c.get("/ready")).status_code == 200
+        e.draining = True
+        assert ((await c.get("/ready")).status_code, (await c.get("/health")).status_code) == (503, 200)
+        e.draining, e.healthy = False, False
+        assert ((await c.get("/ready")).status_code, (await c.get("/health")).status_code) == (503, 503)
+
+
 async def test_tokenize_and_detokenize():
     async with running() as (c, e):
         r = await post(c, "/tokenize", {"prompt": "hé"})
@@ -538,12 +547,29 @@ async def test_api_key_guards_v1_only():
             {"authorization": "Bearer "},
         ):
             r = await c.post(TEXT, json={"prompt": "a"}, headers=headers)
-            assert r.status_code == 401 and r.json() == {"error": "Unauthorized"} and r.headers["x-request-id"]
+            assert r.status_code == 401 and r.json()["error"]["code"] == 401 and r.headers["x-request-id"]
         for key in "Bearer k1", "bearer k2":
             assert (await c.get("/v1/models", headers={"authorization": key})).status_code == 200
         for path in "/health", "/metrics", "/version":
             assert (await c.get(path)).status_code == 200
         assert (await c.post("/tokenize", json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_developers_server_forgets_cached_prefixes_when_asked_to():
+    async with running(ServerConfig(dev=True)) as (c, e):
+        body, cached = {"prompt": "x" * 100, "max_tokens": 2}, []
+        for reset in False, False, True:
+            if reset:
+                assert (await c.post("/reset_prefix_cache", json={})).status_code == 200
+            cached.append((await post(c, TEXT, body))["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 96, 0]
+        task = asyncio.create_task(post(c, TEXT, {"prompt": "y" * 40, "max_tokens": 300, "ignore_eos": True}))
+        while not e.scheduler.running:
+            await asyncio.sleep(0)
+        assert (await c.post("/reset_prefix_cache")).status_code == 200
+        assert (await task)["usage"]["completion_tokens"] == 300, "what runs isn't disturbed"
+    async with running() as (c, e):
+        assert (await c.post("/reset_prefix_cache")).status_code == 404
 
 
 async def test_an_empty_api_key_is_refused():

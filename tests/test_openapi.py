@@ -1,0 +1,53 @@
+"Whatever our own OpenAPI document allows, and much that it forbids, against a server with a fake engine"
+import asyncio
+import threading
+
+import pytest
+import uvicorn
+from fake_engine import FakeEngine
+from hypothesis import HealthCheck, settings
+
+from miniengine.server import Server, ServerConfig, Uvicorn
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis import checks as ours  # noqa: E402
+from schemathesis.specs.openapi import checks as openapi  # noqa: E402
+
+
+CONFIG = ServerConfig(log_requests=False, glass=True, dev=True)
+APP = Server(FakeEngine(), CONFIG).app().app.app  # inside CORS and the gate
+schema = schemathesis.openapi.from_dict(APP.openapi()).exclude(path="/debug/events")  # never ends
+
+
+@pytest.fixture(scope="module")
+def url():
+    "A server on loopback that must be idle at the end"
+    server, up = Server(FakeEngine(max_model_len=64), CONFIG), threading.Event()
+    u = Uvicorn(uvicorn.Config(server.app(), port=0, log_level="error", lifespan="off"), server, up.set)
+    thread = threading.Thread(target=lambda: asyncio.run(u._serve()), daemon=True)
+    thread.start()
+    assert up.wait(30)
+    yield f"http://127.0.0.1:{u.servers[0].sockets[0].getsockname()[1]}"
+    u.should_exit = True
+    thread.join(30)
+    s = server.engine.scheduler
+    assert not thread.is_alive() and not s.has_work and s.pool.free == s.pool.usable
+
+
+@schema.parametrize()
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_every_answer_is_one_that_the_document_promises(case, url):
+    r = case.call(base_url=url, timeout=5)  # seconds, after which it counts as a hang
+    assert r.status_code != 422
+    if r.status_code >= 400:
+        error = r.json()["error"]
+        assert list(error) == ["message", "type", "param", "code"] and error["code"] == r.status_code
+    case.validate_response(r, checks=[
+        ours.not_a_server_error, openapi.status_code_conformance, openapi.content_type_conformance,
+        openapi.response_schema_conformance, openapi.unsupported_method])
+
+
+def test_the_document_lists_every_route_and_keeps_the_developers_ones_to_developers():
+    paths = set(APP.openapi()["paths"])
+    plain = set(Server(FakeEngine()).app().app.app.openapi()["paths"])
+    assert paths - plain == {"/reset_prefix_cache", "/glass", "/debug/trace", "/debug/events"} and not plain - paths
