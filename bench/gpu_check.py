@@ -4,7 +4,9 @@
 
 Greedy text of 20 prompts x 64 tokens. bf16 sums depend on the order of addition, so two right engines may part where
 two logits nearly tie: each divergence is listed with the gap between the two tokens' logits in the reference, in units
-of bf16's resolution at that size.
+of bf16's resolution at that size. The control says how much that means: `transformers` generates the same
+texts with its own cache, token by token, and is held against itself computing each text at once; and everybody is held
+against float32.
 """
 import argparse
 import json
@@ -59,6 +61,22 @@ def compare(hf, prompt, ours):
             return dict(at=i, gap=gap, ulp=size*2**-8, in_ulp=gap/(size*2**-8))
 
 
+def generate(hf, prompts, n=64):
+    "Greedy tokens of `hf` with its own KV cache, one prompt at a time"
+    out = []
+    for p in prompts:
+        ids = torch.tensor([p], device="cuda")
+        got = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, pad_token_id=0)
+        out.append(got[0, len(p):].tolist())
+    return out
+
+
+def follow(hf, prompts, texts):
+    "How many texts are greedy decoding of `hf` to the end, and where the others leave it"
+    bad = [d for p, g in zip(prompts, texts) if (d := compare(hf, p, g))]
+    return len(texts) - len(bad), bad
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--model", default="smollm2"); ap.add_argument("--out")
@@ -72,14 +90,22 @@ def main():
             llm = LLM(a.model, attn=attn, max_num_seqs=32, max_model_len=1024, gpu_memory_utilization=0.3, **kw)
             prompts = [llm.engine.tokenizer.chat([dict(role="user", content=p)]) for p in PROMPTS]
             got = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
-            if hf is None: hf = reference(a.model, torch.bfloat16)
-            bad = [d for p, g in zip(prompts, got) if (d := compare(hf, p, g))]
+            if hf is None:
+                hf, hf32 = reference(a.model, torch.bfloat16), reference(a.model, torch.float32)
+                own = generate(hf, prompts)
+                n, bad = follow(hf, prompts, own)
+                n32, _ = follow(hf32, prompts, own)
+                report["control: transformers"] = dict(equal_to_transformers=n, divergences=bad, follow_float32=n32)
+                print(f"control, transformers bf16 with its cache: {n}/20 follow itself without, in units of bf16 "
+                      f"resolution {[round(d['in_ulp'], 2) for d in bad]}; {n32}/20 follow float32", flush=True)
+            (n, bad), (n32, _) = follow(hf, prompts, got), follow(hf32, prompts, got)
             texts[attn, name] = got
-            same, follow = sum(g == b for g, b in zip(got, texts.get((attn, "default"), got))), len(prompts) - len(bad)
-            report[f"{attn}, {name}"] = dict(equal_to_transformers=follow, divergences=bad, equal_to_default=same)
-            print(f"{attn}, {name}: {follow}/20 follow transformers bf16 greedily; divergences in units of bf16 "
-                  f"resolution {[round(d['in_ulp'], 2) for d in bad]}; {same}/20 equal to this backend's default",
-                  flush=True)
+            same, text = (sum(g == b for g, b in zip(got, t)) for t in (texts.get((attn, "default"), got), own))
+            report[f"{attn}, {name}"] = dict(equal_to_transformers=n, divergences=bad, follow_float32=n32,
+                                             equal_to_default=same, text_equal_to_transformers=text)
+            print(f"{attn}, {name}: {n}/20 follow transformers bf16 greedily; divergences in units of bf16 resolution "
+                  f"{[round(d['in_ulp'], 2) for d in bad]}; {n32}/20 follow float32; {text}/20 the text transformers "
+                  f"generates; {same}/20 equal to this backend's default", flush=True)
             del llm
             torch.cuda.empty_cache()
     if a.out:

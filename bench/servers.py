@@ -1,6 +1,8 @@
 """Start a server, wait until it is healthy, stop it; and what the machine is. Used by the scripts beside it."""
 import contextlib
+import gc
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -65,15 +67,24 @@ def running(command, url: str, log: Path, timeout: float = 900, env: dict|None =
 
 
 def bench(url: str, options, out: Path, command=None) -> dict:
-    "Run `bench serve` (ours, or another client's `command`) against `url`; its JSON, also written to `out`"
-    words = list(command or [*MINIENGINE, "bench", "serve"])
+    """Run `bench serve` (ours, or another client's `command`) against `url`; its JSON, also written to `out`
+
+    Ours runs in this process, so that tokenizer and data set are read once.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    words += ["--base-url", url, "--save-result", "--result-dir", str(out.parent), "--result-filename", out.name]
+    words = ["--base-url", url, "--save-result", "--result-dir", str(out.parent), "--result-filename", out.name]
     words += options
-    env = os.environ | ({} if command else {"PYTHONPATH": str(ROOT)})
-    r = subprocess.run(words, text=True, capture_output=True, env=env)
-    if r.returncode: raise RuntimeError(f"{shlex.join(words)}\n{r.stdout[-1500:]}\n{r.stderr[-3000:]}")
-    out.with_suffix(".txt").write_text(r.stdout[r.stdout.find("Starting initial"):])
+    if command:
+        r = subprocess.run([*command, *words], text=True, capture_output=True)
+        status, said = r.returncode, r.stdout + r.stderr
+    else:
+        from miniengine.bench_serve import main
+        gc.collect()
+        both = io.StringIO()
+        with contextlib.redirect_stdout(both), contextlib.redirect_stderr(both): status = main(["serve", *words])
+        said = both.getvalue()
+    if status: raise RuntimeError(f"bench serve {shlex.join(words)}\n{said[-4500:]}")
+    out.with_suffix(".txt").write_text(said[said.find("Starting initial"):])
     return json.loads(out.read_text())
 
 

@@ -9,6 +9,8 @@ client. Prompts seen at one rate would come out of the prefix cache at the next,
 server that can't do that is started again. (`fresh = "seed"` in the config draws other prompts for each rate instead:
 quicker, but a few per cent of them are seen twice, as the stored counters tell.)
 
+Servers that run already are named by --url ENGINE=URL. If all of them do, the engines take turns at every rate.
+
 Written: <results>/<machine>/<model>/<engine>/<rate>.json (<rate>.2.json for round 2, and so on), the report beside it
 as .txt, and <machine>/environment.json with the machine, versions and command lines. What is there already is kept,
 so an interrupted sweep goes on where it stopped (`--again` measures anew).
@@ -30,19 +32,24 @@ WARM_UP = ("--dataset-name random --random-input-len 200 --random-output-len 16 
 
 
 class Sweep:
-    def __init__(self, config: Path, results: Path, variables: dict, logs: Path, again: bool = False):
+    def __init__(self, config: Path, results: Path, variables: dict, logs: Path, again: bool = False, urls={}):
         self.config, self.results, self.logs, self.again = config, results, logs, again
+        self.urls, self.warm = dict(urls), set()
         self.cfg = tomllib.loads(config.read_text())
         self.vars = {"sharegpt": sharegpt()} | self.cfg.get("vars", {}) | variables
 
     def plan(self, only_model=None, only_engine=None):
-        "(model, round, engine) in the order they are measured"
+        "(model, round, engine, rate) in the order they are measured; rate None: all, with one start of the server"
         for model in self.cfg["models"]:
             if only_model and model not in only_model: continue
             engines = [e for e, o in self.cfg["engines"].items() if model in o.get("models", [model])]
             engines = [e for e in engines if not only_engine or e in only_engine]
             for r in range(self.cfg.get("rounds", 1)):
-                for e in engines[::-1 if r % 2 else 1]: yield model, r, e
+                if self.urls.keys() >= set(engines):
+                    rates = list(dict.fromkeys(x for e in engines for _, x in self.todo(model, r, e)))
+                    for i, x in enumerate(rates, r):
+                        yield from ((model, r, e, x) for e in engines[::-1 if i % 2 else 1])
+                else: yield from ((model, r, e, None) for e in engines[::-1 if r % 2 else 1])
 
     def get(self, model: str, engine: str, key: str, default):
         "A setting: the engine's, else the model's, else that of the whole sweep"
@@ -63,11 +70,13 @@ class Sweep:
         rates = list(enumerate(self.get(model, engine, "rates", ["inf"])))
         return [(i, x) for i, x in rates if self.again or not self.path(model, engine, x, r).exists()]
 
-    def measure(self, model: str, r: int, engine: str) -> dict|None:
-        "All rates of one engine in one round; how it was run, or None if there was nothing to do"
+    def measure(self, model: str, r: int, engine: str, only=None) -> dict|None:
+        "All rates of one engine in one round (or one rate); how it was run, or None if there was nothing to do"
         todo, e = self.todo(model, r, engine), self.cfg["engines"][engine]
-        url = e.get("url", f"http://127.0.0.1:{self.cfg.get('port', 8123)}")
-        command = self.fill(e["serve"], model, port=url.rsplit(":", 1)[1]) if "serve" in e else None
+        if only is not None: todo = [x for x in todo if x[1] == only]
+        url = self.urls.get(engine) or e.get("url", f"http://127.0.0.1:{self.cfg.get('port', 8123)}")
+        serve = self.fill(e["serve"], model, port=url.rsplit(":", 1)[1]) if "serve" in e else None
+        command = serve if engine not in self.urls else None
         if command and not shutil.which(word := shlex.split(command)[0]) and word != "miniengine":
             print(f"{model:14} {engine:18} left out: no command {word}")
             return None
@@ -81,7 +90,8 @@ class Sweep:
             if command: server = running(command, url, log, e.get("timeout", 900), e.get("env"))
             with server as took:
                 starts.append(took and round(took, 1))
-                bench(url, base + shlex.split(WARM_UP), self.logs/"warm_up.json")
+                if command or url not in self.warm: bench(url, base + shlex.split(WARM_UP), self.logs/"warm_up.json")
+                self.warm.add(url)
                 while todo:
                     i, rate = todo.pop(0)
                     n = self.get(model, engine, "num_prompts", 1000)
@@ -92,7 +102,7 @@ class Sweep:
                     self.show(model, engine, r, rate, bench(url, options, self.path(model, engine, rate, r)))
                     can_reset = fresh == "seed" or fetch(f"{url}/reset_prefix_cache", body={})[0] == 200
                     if todo and command and not can_reset: break
-            run = dict(engine=engine, round=r + 1, serve=command or url, environment=e.get("env", {}), start_s=starts,
+            run = dict(engine=engine, round=r + 1, serve=serve or url, environment=e.get("env", {}), start_s=starts,
                        client=shlex.join([*base, *load]), fresh=fresh)
         return run
 
@@ -117,6 +127,7 @@ def main():
     p.add_argument("--results", type=Path, default=Path(__file__).resolve().parent/"results")
     p.add_argument("--machine", default=machine_name(), help="folder in the results")
     p.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="variables of the config")
+    p.add_argument("--url", nargs="*", default=[], metavar="ENGINE=URL", help="servers that run already")
     p.add_argument("--only-model", nargs="*")
     p.add_argument("--only-engine", nargs="*")
     p.add_argument("--logs", type=Path, help="folder for the servers' logs (default: a temporary one)")
@@ -124,12 +135,13 @@ def main():
     p.add_argument("--dry-run", action="store_true", help="print what would be measured")
     a = p.parse_args()
     variables, logs = dict(s.split("=", 1) for s in a.set), a.logs or Path(tempfile.mkdtemp())
-    sweep, failed = Sweep(a.config, a.results/a.machine, variables, logs, a.again), 0
-    for model, r, engine in sweep.plan(a.only_model, a.only_engine):
-        rates = [x for _, x in sweep.todo(model, r, engine)]
+    urls = dict(s.split("=", 1) for s in a.url)
+    sweep, failed = Sweep(a.config, a.results/a.machine, variables, logs, a.again, urls), 0
+    for model, r, engine, rate in sweep.plan(a.only_model, a.only_engine):
+        rates = [x for _, x in sweep.todo(model, r, engine) if rate in (None, x)]
         if a.dry_run: print(f"{model:14} {engine:18} round {r + 1}: rates {' '.join(map(str, rates)) or '(all there)'}")
         elif rates:
-            try: run = sweep.measure(model, r, engine)
+            try: run = sweep.measure(model, r, engine, rate)
             except RuntimeError as error:
                 print(f"{model} {engine}: {error}", file=sys.stderr, flush=True)
                 failed += 1

@@ -17,6 +17,7 @@ import random
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,7 @@ class Sample:
     id: str|None = None              # sent as `x-request-id`
 
 # %% ../nbs/15_bench_load.ipynb #3c0663cf
+@cache
 def read_json_array(path: str) -> list:
     "The elements of a JSON array; of one that was cut off, those that are complete (stderr tells how many)"
     text = Path(path).read_text(encoding="utf-8")
@@ -164,6 +166,7 @@ DATASETS = dict(sharegpt=sharegpt, burstgpt=burstgpt, random=random_prompts, cus
                 prefix_repetition=prefix_repetition)
 
 # %% ../nbs/15_bench_load.ipynb #93727d72
+@cache
 def load_tokenizer(name: str, trust_remote_code: bool = False, mode: str = "auto"):
     "A transformers tokenizer from a folder, or from any model name of miniengine's"
     if (Path(name)/"tokenizer_config.json").exists():

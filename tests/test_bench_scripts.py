@@ -107,9 +107,10 @@ def test_sweep_alternates_engines_and_resumes(tmp_path, fake, monkeypatch, capsy
         return d
     monkeypatch.setattr(sweep, "bench", bench)
     s = sweep.Sweep(config, tmp_path/"results", {}, tmp_path/"logs")
-    order = [(r, e) for _, r, e in s.plan()]
+    order = [(r, e) for _, r, e, _ in s.plan()]
     assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "b"), (1, "a")]
-    for m, r, e in s.plan():
+    for m, r, e, rate in s.plan():
+        assert rate is None
         if run := s.measure(m, r, e): s.record(m, run)
     files = sorted(str(p.relative_to(tmp_path/"results")) for p in (tmp_path/"results").rglob("*.json"))
     assert files == ["environment.json", "m/a/300.2.json", "m/a/300.json", "m/a/inf.2.json", "m/a/inf.json",
@@ -121,14 +122,27 @@ def test_sweep_alternates_engines_and_resumes(tmp_path, fake, monkeypatch, capsy
     runs = json.loads((tmp_path/"results"/"environment.json").read_text())["runs"]
     assert [(x["engine"], x["round"]) for x in runs] == [("a", 1), ("b", 1), ("b", 2), ("a", 2)]
     n = len(calls)
-    for m, r, e in s.plan(only_engine=["a", "b"]): assert not s.todo(m, r, e)        # nothing left to do
+    for m, r, e, _ in s.plan(only_engine=["a", "b"]): assert not s.todo(m, r, e)     # nothing left to do
     assert len(calls) == n
+
+
+def test_engines_that_run_already_take_turns_at_every_rate(tmp_path, fake):
+    config = tmp_path/"s.toml"
+    config.write_text(CONFIG.replace("{tokenizer}", "smollm2").replace("{url}", "http://127.0.0.1:9"))
+    s = sweep.Sweep(config, tmp_path/"results", {}, tmp_path/"logs", urls=dict(a=fake, b=fake))
+    plan = list(s.plan(["m"], ["a", "b"]))
+    assert plan[:4] == [("m", 0, "a", 300), ("m", 0, "b", 300), ("m", 0, "b", "inf"), ("m", 0, "a", "inf")]
+    for m, r, e, rate in plan[:4]: s.measure(m, r, e, rate)
+    files = sorted(str(p.relative_to(tmp_path/"results")) for p in (tmp_path/"results").rglob("*.json"))
+    assert files == ["m/a/300.json", "m/a/inf.json", "m/b/inf.json"]                 # b has no rate 300
+    d = json.loads((tmp_path/"results"/"m"/"b"/"inf.json").read_text())
+    assert d["completed"] == d["num_prompts"] == 6                                   # the client really ran, in process
 
 
 def test_committed_configs_can_be_read():
     for name in ("sweep_cpu.toml", "sweep_h200.toml"):
         s = sweep.Sweep(ROOT/"bench"/name, Path("r"), {"vllm_model": "v"}, Path("l"))
-        for model, r, engine in s.plan():
+        for model, r, engine, _ in s.plan():
             command = s.fill(s.cfg["engines"][engine]["serve"], model, port="1")
             assert "{" not in command and s.get(model, engine, "load", "")
 
