@@ -66,9 +66,10 @@ class Sweep:
         return self.results/model/engine/f"{rate}{f'.{r + 1}' if r else ''}.json"
 
     def todo(self, model: str, r: int, engine: str) -> list[tuple]:
-        "(number of the rate, rate) that have no result yet"
-        rates = list(enumerate(self.get(model, engine, "rates", ["inf"])))
-        return [(i, x) for i, x in rates if self.again or not self.path(model, engine, x, r).exists()]
+        "(number of the rate, rate) that have no result yet; a rate has the same number for all engines"
+        rates, all_rates = self.get(model, engine, "rates", ["inf"]), self.cfg.get("rates", [])
+        number = {x: i for i, x in enumerate(dict.fromkeys([*all_rates, *rates]))}
+        return [(number[x], x) for x in rates if self.again or not self.path(model, engine, x, r).exists()]
 
     def measure(self, model: str, r: int, engine: str, only=None) -> dict|None:
         "All rates of one engine in one round (or one rate); how it was run, or None if there was nothing to do"
