@@ -166,8 +166,8 @@ async def main(a):
         ms, r = run["step_ms"], run["ratio"]
         print(f"{run['rows']:4} rows: step {ms['off']:.3f} ms without, with {r['on']:.4f} times that, "
               f"with 3 readers {r['on, 3 readers']:.4f} (noise {run['noise']:.4f}); the recorder itself takes "
-              f"{run['trace_us']:.1f} us of the host's {run['host_us']:.0f} us, {run['trace_us']/ms['off']/10:.2f} % of "
-              "the step", flush=True)
+              f"{run['trace_us']:.1f} us of {run['host_us']:.0f} us on the host, {run['trace_us']/ms['off']/10:.2f} % "
+              "of the step", flush=True)
     u.should_exit = True
     await task
     await engine.stop()

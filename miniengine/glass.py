@@ -18,7 +18,7 @@ FIELDS = {kind: names.split() for kind, names in dict(
     queue="t lane id prompt limit", admit="t lane start blocks", preempt="t lane blocks",
     finish="t lane id prompt reason output blocks cached", clear="t blocks",
     step="step schedule pack lanes starts counts sample grown cached evicted freed waiting running free known "
-         "queries hits",
+         "queries hits preemptions",
     done="step packed launch launched ready end").items()}
 
 class Trace:
@@ -150,7 +150,7 @@ def at_prepare(self: Trace, call, batch):
     self.steps += 1
     self.log("step", self.steps, self.began, t, *columns, self.grown, self.fresh(), self.evicted, self.freed,
              len(s.waiting), len(s.running), pool.free, len(cache.keys) if cache is not None else 0,
-             s.prefix_queries, s.prefix_hits)
+             s.prefix_queries, s.prefix_hits, s.num_preemptions)
     self.grown, self.evicted, self.freed = [], [], 0
     return call(batch)
 
