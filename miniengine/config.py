@@ -7,6 +7,7 @@ __all__ = ['ARCHS', 'RequestError', 'check', 'limit', 'Checked', 'ModelConfig', 
            'parse_size', 'EngineConfig', 'ServerConfig', 'SamplingParams']
 
 # %% ../nbs/01_config.ipynb #cbd14f1e
+import os
 import re
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -177,7 +178,7 @@ class ServerConfig(Checked):
     host: str = "127.0.0.1"                       # address to listen on; 0.0.0.0 for all
     port: int = limit(8000, lo=0, hi=65535)       # 0 = any free one
     served_model_name: list[str] = field(default_factory=list) # names clients may use; answers carry the first
-    api_key: list[str] = field(default_factory=list) # bearer tokens that open /v1 (default: open to everybody)
+    api_key: list[str] = field(default_factory=list) # bearer tokens that open /v1 and /debug (default: open to all)
     max_queue: int|None = limit(None, lo=0)       # requests beyond max_num_seqs + this get a 503
     max_choices: int = limit(128, lo=1)           # most prompts times n in one request
     max_body: int = limit(16 << 20, lo=1)         # largest request body, in bytes
@@ -192,8 +193,10 @@ class ServerConfig(Checked):
     trace: str|None = None                        # write the last steps to this file at the end (.json or .json.gz)
 
     def rules(self):
-        "An empty key would let everybody in"
+        "An empty key would let everybody in; that a file can't be written should show now, not after hours of work"
         yield "api_key", "made of non-empty keys", all(self.api_key)
+        writable = not self.trace or os.access(os.path.dirname(self.trace) or ".", os.W_OK)
+        yield "trace", "in a directory that can be written to", writable
 
 # %% ../nbs/01_config.ipynb #018f6095
 @dataclass

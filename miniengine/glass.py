@@ -242,6 +242,7 @@ def perfetto(report: dict) -> dict:  # JSON for ui.perfetto.dev or chrome://trac
     "A `Trace.report` as Chrome trace events: a host, a device and a counter track, and a track per request"
     events, prompts = [], {r["lane"]: r["prompt"] for r in report["requests"]}
     waits = {r["lane"]: r["queued"] for r in report["requests"] if "queued" in r}
+    on_device, ends = {s["step"]: times for s, *times in device_times(report)}, defaultdict(float)
     def put(ph, what, pid, tid, t=0.0, end=None, **args):
         more = {"X": {"dur": round(((end or t) - t)*1e6, 1)}, "i": {"s": "t"}}.get(ph, {})
         events.append({"ph": ph, "name": what, "pid": pid, "tid": tid, "ts": round(t*1e6, 1), "args": args, **more})
@@ -253,7 +254,8 @@ def perfetto(report: dict) -> dict:  # JSON for ui.perfetto.dev or chrome://trac
     for s in report["steps"]:
         t = s["times"]
         for lane, cached in s["admitted"]:
-            if lane in waits: put("X", "waiting", 2, lane, waits.pop(lane), t["pack"], cached=cached)
+            begin = max(waits.pop(lane, t["pack"]), ends[lane])  # a preempted request's last row may still be under way
+            if begin < t["pack"]: put("X", "waiting", 2, lane, begin, t["pack"], cached=cached)
         for lane in s["preempted"]:
             put("i", "preempted", 2, lane, t["pack"])
             waits[lane] = t["pack"]
@@ -263,11 +265,13 @@ def perfetto(report: dict) -> dict:  # JSON for ui.perfetto.dev or chrome://trac
         put("C", "tokens", 1, 0, t["pack"], tokens=s["tokens"])
         put("C", "requests", 1, 0, t["pack"], running=s["running"], waiting=s["waiting"])
         put("C", "blocks held", 1, 0, t["pack"], blocks=report["num_blocks"] - 1 - s["free"])
-    for s, begin, end in device_times(report):
+        if s["step"] not in on_device: continue  # it failed
+        begin, end = on_device[s["step"]]
         put("X", f"step {s['step']}", 1, 2, begin, end, tokens=s["tokens"], rows=len(s["rows"]))
         for lane, start, n, _ in s["rows"]:
             name = f"prefill {start}-{start + n}" if n > 1 or start < prompts.get(lane, 0) else "decode"
             put("X", name, 2, lane, begin, end, step=s["step"], start=start, tokens=n)
+            ends[lane] = end
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 # %% ../nbs/12d_glass.ipynb #cbf6dfa1

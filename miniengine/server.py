@@ -622,7 +622,6 @@ def serve(
     settings = uvicorn.Config(None, config.host, config.port, access_log=config.access_log, lifespan="off",
                               log_level="info" if config.access_log else "warning", backlog=4096,
                               timeout_graceful_shutdown=int(config.drain) + 5)
-    if config.trace: open(config.trace, "ab").close()  # if that is impossible, say so now
     socket = settings.bind_socket()
     server = Server(make_engine(), config)
     settings.app, url = server.app(), "http://{}:{}".format(*socket.getsockname())
