@@ -226,7 +226,8 @@ def main():
     a.logs.mkdir(parents=True, exist_ok=True)
     kind, rows = dict(zip(POLICIES, (VllmRouter, Ray)))[a.what], [r for t in load(a, 0) for r in t]
     want = expected(sorted(rows, key=lambda r: r["turn"]), load_tokenizer("smollm2"), 16)
-    version = run(str(Path(a.bin).parent/"python"), "-c", f"import importlib.metadata as m; print(m.version('{a.what}'))")
+    code = f"import importlib.metadata as m; print(m.version({a.what!r}))"
+    version = run(str(Path(a.bin).parent/"python"), "-c", code)
     out = dict(router=f"{a.what} {version}", flags=FLAGS, replicas=2, agents=a.agents,
                conversations=a.conversations, turns=a.turns, max_tokens=a.max_tokens,
                one_unlimited_cache=round(sum(w["hits"] for w in want)/sum(w["queries"] for w in want), 4), policies={})

@@ -1,52 +1,37 @@
 """miniengine on a Ray cluster: any number of replicas, prefix-affinity routing, autoscaling on the number of requests.
 
     pip install 'miniengine[ray]'
-    serve run deploy.ray_serve:app flags="Qwen/Qwen2.5-7B-Instruct --max-model-len 8192" max_replicas=8
+    serve run --working-dir . deploy.ray_serve:app flags="Qwen/Qwen2.5-7B-Instruct --max-model-len 8192" max_replicas=8
 
-`flags` are those of `miniengine serve`. Two deployments: a `Replica` is the engine with the ASGI application of chapter
-13, one GPU each; the `Front` takes HTTP and reads the body, because Ray's own proxy hands the router no prompt.
+To be called in this repository's folder (Ray takes `deploy/` from there to every machine). `flags` are those of
+`miniengine serve`. Two deployments: a `Replica` is the engine with the ASGI application of chapter 13, one GPU each;
+the `Front` takes HTTP and reads the body, because Ray's own proxy hands the router no prompt.
 """
 import asyncio
 import json
 import shlex
-from collections import Counter, OrderedDict
+from collections import Counter
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.request_router import RequestRouter
 from starlette.responses import StreamingResponse
 
+from deploy.prefix_affinity import Affinity, beginnings
 from miniengine import cli
 from miniengine.config import ServerConfig
 
 
 class PrefixRouter(RequestRouter):
-    """A prompt goes where most of its beginning went before, unless that replica has `slack` more requests than the
-    idlest one has; then, and if it is new, to the idlest."""
-    def initialize_state(self, chunk: int = 256, slack: int = 16, remember: int = 200_000):
-        self.chunk, self.slack, self.remember = chunk, slack, remember   # characters, requests, beginnings
-        self.went = OrderedDict()   # beginning -> replicas that have computed it
-        self.going, self.chosen = Counter(), Counter()   # replica -> requests under way, and ever
-
-    def beginnings(self, text: str) -> list[int]:
-        "A number for each beginning of `text`, in steps of `chunk` characters"
-        out, last = [], 0
-        for i in range(self.chunk, len(text) + 1, self.chunk): out.append(last := hash((last, text[i - self.chunk:i])))
-        return out
+    "Ray's request router with the rule of `Affinity`; the first argument of a call is the prompt"
+    def initialize_state(self, chunk: int = 256, **limits):
+        self.chunk, self.rule, self.going = chunk, Affinity(**limits), Counter()
 
     async def choose_replicas(self, candidate_replicas, pending_request=None):
         "The replicas in order of preference, each a rank of its own"
-        parts = self.beginnings(pending_request.args[0])
-        known = Counter(r for b in parts for r in self.went.get(b, ()))
-        idle = sorted(candidate_replicas, key=lambda r: (self.going[r.replica_id], self.chosen[r.replica_id]))
-        best = max(idle, key=lambda r: known[r.replica_id])
-        if self.going[best.replica_id] - self.going[idle[0].replica_id] > self.slack: best = idle[0]
-        self.chosen[best.replica_id] += 1   # noted now, not when it is routed: the next one may be choosing already
-        for b in parts:
-            self.went.setdefault(b, set()).add(best.replica_id)
-            self.went.move_to_end(b)
-        while len(self.went) > self.remember: self.went.popitem(last=False)
-        return [[best], *([r] for r in idle if r is not best)]
+        found = {r.replica_id: r for r in candidate_replicas}
+        parts = beginnings(pending_request.args[0], self.chunk)
+        return [[found[r]] for r in self.rule.order(parts, {r: self.going[r] for r in found})]
 
     def on_request_routed(self, pending_request, replica_id, result): self.going[replica_id] += 1
 
