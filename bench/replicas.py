@@ -117,12 +117,15 @@ def wait(what: str, ok, timeout: float = 180) -> float:
 
 class VllmRouter:
     "vllm-router in front of two `miniengine serve`; a replica is known by the first of its served names"
-    def __init__(self, a, policy: str, logs: Path):
+    defaults = ("--health-failure-threshold 3 --cb-failure-threshold 10 --cb-success-threshold 3 "
+                "--cb-timeout-duration-secs 60")     # the router's own, where deploy/vllm_router.sh has others
+
+    def __init__(self, a, policy: str, logs: Path, more: str = ""):
         self.logs, self.url, ports = logs, f"http://127.0.0.1:{a.port}", (a.port + 1, a.port + 2)
         self.urls = {f"replica-{i}": f"http://127.0.0.1:{p}" for i, p in enumerate(ports)}
         self.replicas = {name: self.serve(name) for name in self.urls}
         for name, url in self.urls.items(): wait(name, lambda url=url: fetch(f"{url}/ready")[0] == 200)
-        env = dict(VLLM_ROUTER=a.bin, PORT=str(a.port), POLICY=policy, ROUTER_ARGS=f"--prometheus-port {a.port + 3}")
+        env = dict(VLLM_ROUTER=a.bin, PORT=str(a.port), POLICY=policy, ROUTER_ARGS=f"--prometheus-port {a.port + 3} {more}")
         self.router = start([str(ROOT/"deploy/vllm_router.sh"), *self.urls.values()], logs/"router.log", env)
         wait("the router", lambda: fetch(f"{self.url}/health")[0] == 200)
 
@@ -244,6 +247,10 @@ def main():
     with contextlib.closing(kind(a, POLICIES[a.what]["affinity"], a.logs)) as cluster:
         out["kill"] = killed_in_mid_run(cluster, a)
         print("kill", json.dumps(out["kill"], indent=1), flush=True)
+    if kind is VllmRouter:
+        with contextlib.closing(kind(a, POLICIES[a.what]["affinity"], a.logs, kind.defaults)) as cluster:
+            out["kill_with_the_routers_defaults"] = killed_in_mid_run(cluster, a)
+            print("kill", json.dumps(out["kill_with_the_routers_defaults"], indent=1), flush=True)
     path = a.json or HERE/"results"/machine_name()/f"replicas_{a.what.replace('-', '_')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(out | {"environment": environment()}, indent=1) + "\n")
