@@ -8,7 +8,7 @@ __all__ = ['HERMES', 'LLAMA', 'TAUGHT', 'HEAD', 'Style', 'style_of', 'Tools', 'r
 
 # %% ../nbs/12c_tools.ipynb #ae949dab
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import dumps, loads
 from secrets import token_hex
 
@@ -30,7 +30,7 @@ class Style:
     native: bool = True  # does the model's own template know tools?
 
 HERMES, LLAMA = Style("<tool_call>", "</tool_call>", "arguments", "\n"), Style("", "", "parameters", "; ")
-TAUGHT = Style(*(getattr(HERMES, k) for k in ("open", "close", "arguments", "between")), native=False)
+TAUGHT = replace(HERMES, native=False)
 
 def style_of(tok) -> Style:
     "The style that the chat template of tokenizer `tok` was written for"
@@ -62,9 +62,12 @@ def of(cls: Tools,
         _need(isinstance(f, dict), f"tools[{i}]", 'of the type "function", with a function')
         ok = isinstance(f.get("name"), str) and re.fullmatch(r"[\w.-]{1,64}", f["name"], re.A)
         _need(ok, f"tools[{i}].function.name", "1 to 64 letters, digits, _, . or -")
-        _need(isinstance(f.get("parameters") or {}, dict), f"tools[{i}].function.parameters", "a JSON schema: an object")
-    name = choice["function"].get("name") if isinstance(choice, dict) and isinstance(choice.get("function"), dict) else None
-    _need(choice in (None, "none", "auto", "required") or name, "tool_choice", 'none, auto, required or {"type": "function", "function": {"name": ...}}')
+        schema = isinstance(f.get("parameters") or {}, dict)
+        _need(schema, f"tools[{i}].function.parameters", "a JSON schema: an object")
+    named = choice.get("function") if isinstance(choice, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    _need(choice in (None, "none", "auto", "required") or name, "tool_choice",
+          'none, auto, required or {"type": "function", "function": {"name": ...}}')
     if not tools: _need(choice in (None, "none", "auto"), "tool_choice", "left out where there are no tools")
     if not tools or choice == "none": return None
     functions = [t["function"] for t in tools]
@@ -86,7 +89,8 @@ def _plain(m: dict) -> dict:
     "Message `m` without tool fields, its calls and results as text"
     text = m["content"]
     if m["role"] == "tool": return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-    calls = [f"<tool_call>\n{dumps(c['function'], ensure_ascii=False)}\n</tool_call>" for c in m.get("tool_calls") or ()]
+    calls = [dumps(c["function"], ensure_ascii=False) for c in m.get("tool_calls") or ()]
+    calls = [f"<tool_call>\n{c}\n</tool_call>" for c in calls]
     return {"role": m["role"], "content": "\n".join([text] * bool(text) + calls)} if calls else m
 
 def render(style: Style, messages: list, tools: Tools|None) -> tuple[list, dict]:
@@ -98,7 +102,8 @@ def render(style: Style, messages: list, tools: Tools|None) -> tuple[list, dict]
         for j, c in enumerate(m.get("tool_calls") or ()):
             f, where = c.get("function") if isinstance(c, dict) else None, f"messages[{i}].tool_calls[{j}]"
             _need(isinstance(f, dict) and isinstance(f.get("name"), str), where, "a function call")
-            try: args = loads(f["arguments"] or "{}") if isinstance(f.get("arguments"), str) else f.get("arguments") or {}
+            args = f.get("arguments") or {}
+            try: args = loads(args) if isinstance(args, str) else args
             except ValueError: args = None
             _need(isinstance(args, dict), f"{where}.function.arguments", "the text of a JSON object")
             calls.append(c | {"function": {"name": f["name"], "arguments": args}})
@@ -120,7 +125,8 @@ def call_grammar(style: Style, tools: Tools) -> str:
         schema = f.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
         rules += [f"call{i}: {dumps(head)} args{i} {dumps(end + line + style.close)}", f"args{i}: {lark_json(schema)}"]
     call = " | ".join(f"call{i}" for i in range(len(tools.forced)))
-    return "\n".join([f"start: call ({dumps(style.between)} call)*" if tools.parallel else "start: call", f"call: {call}", *rules])
+    more = f" ({dumps(style.between)} call)*" if tools.parallel else ""
+    return "\n".join([f"start: call{more}", f"call: {call}", *rules])
 
 # %% ../nbs/12c_tools.ipynb #1ea430e7
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
@@ -180,9 +186,11 @@ def _close(self: ToolParser, end: int):
     if not good:
         try: call = loads(raw, strict=False)
         except ValueError: call = None
-        name, args = (call.get("name"), call.get("arguments", call.get("parameters", {}))) if isinstance(call, dict) else (None, None)
+        call = call if isinstance(call, dict) else {}
+        name, args = call.get("name"), call.get("arguments", call.get("parameters", {}))
         good = isinstance(name, str) and isinstance(args, dict|str) and (self.style.open or name in self.names)
-        if good and self._keep(name): self._call(name, args if isinstance(args, str) else dumps(args, ensure_ascii=False))
+        args = args if isinstance(args, str) else dumps(args, ensure_ascii=False)
+        if good and self._keep(name): self._call(name, args)
         elif not good: self.text += raw.strip() if self.style.open else raw
     self._enter("after" if good or self.style.open else "plain", end)
 
@@ -203,9 +211,10 @@ def _in_text(self: ToolParser, last: bool):
         safe = b[:len(b) - hold].rstrip()  # a piece of markup, and blanks before it
         if last: safe = (safe if self.calls else b[:len(b) - hold]) if hold >= 5 else b.rstrip() if self.calls else b
         self._say(safe); self.buf = "" if last else b[len(safe):]
-    elif (rest := b.lstrip().removeprefix("<|python_tag|>").lstrip()) and (last or not "<|python_tag|>".startswith(rest)):
-        self._enter("call", len(b) - len(rest)) if rest[0] == "{" else self._enter("plain", 0)
-    elif last: self._enter("plain", 0)
+    else:
+        rest, tag = b.lstrip().removeprefix("<|python_tag|>").lstrip(), "<|python_tag|>"
+        if rest[:1] == "{": self._enter("call", len(b) - len(rest))
+        elif last or not tag.startswith(rest): self._enter("plain", 0)
 
 @patch
 def _in_call(self: ToolParser, last: bool):
@@ -226,7 +235,7 @@ def _in_after(self: ToolParser, last: bool):
         found = [(at, t) for t in (s.close, s.open) if (at := b.find(t)) >= 0]
         if found: at, t = min(found); self._enter("text", at + len(t) * (t == s.close))
         elif last: self.buf = ""
-    elif rest := b.lstrip("; ,\n"): self._enter("call", len(b) - len(rest)) if rest[0] == "{" else self._enter("plain", len(b) - len(rest))
+    elif rest := b.lstrip("; ,\n"): self._enter("call" if rest[0] == "{" else "plain", len(b) - len(rest))
 
 @patch
 def _in_plain(self: ToolParser, last: bool): self._say(self.buf); self.buf = ""
@@ -245,7 +254,7 @@ def feed(self: ToolParser, text: str, last: bool = False) -> tuple[str, list]:
 
 @patch
 def __call__(self: ToolParser, d: Delta) -> ToolDelta:
-    "The engine's delta with its calls taken out; an answer with calls that ended by itself has the finish reason tool_calls"
+    "The engine's delta with its calls taken out; an answer with calls that ends by itself ends for `tool_calls`"
     text, calls = self.feed(d.text, d.finish_reason is not None)
     reason = "tool_calls" if d.finish_reason == "stop" and self.calls else d.finish_reason
     return ToolDelta(text, d.token_ids, d.logprobs, reason, d.stop_reason, calls or None)
