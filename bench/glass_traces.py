@@ -56,8 +56,8 @@ def main():
     common = dict(device="cpu", dtype="float32", max_model_len=320)
     for name, work, config in (
             ("crowd", crowd, dict(num_blocks=21, max_num_seqs=6, max_num_batched_tokens=48)),
-            ("agents", agents, dict(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=64)),
-            ("agents_uncached", agents, dict(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=64, prefix_caching=False))):
+            ("agents", agents, roomy := dict(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=64)),
+            ("agents_uncached", agents, roomy | dict(prefix_caching=False))):
         e = Engine(EngineConfig(**common, **config), progress=False)
         trace = Trace(e)
         work(e, random.Random(0))
