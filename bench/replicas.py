@@ -125,7 +125,8 @@ class VllmRouter:
         self.urls = {f"replica-{i}": f"http://127.0.0.1:{p}" for i, p in enumerate(ports)}
         self.replicas = {name: self.serve(name) for name in self.urls}
         for name, url in self.urls.items(): wait(name, lambda url=url: fetch(f"{url}/ready")[0] == 200)
-        env = dict(VLLM_ROUTER=a.bin, PORT=str(a.port), POLICY=policy, ROUTER_ARGS=f"--prometheus-port {a.port + 3} {more}")
+        env = dict(VLLM_ROUTER=a.bin, PORT=str(a.port), POLICY=policy)
+        env["ROUTER_ARGS"] = f"--prometheus-port {a.port + 3} {more}"
         self.router = start([str(ROOT/"deploy/vllm_router.sh"), *self.urls.values()], logs/"router.log", env)
         wait("the router", lambda: fetch(f"{self.url}/health")[0] == 200)
 
@@ -135,6 +136,8 @@ class VllmRouter:
         return start(words, self.logs/f"{name}.log")
 
     def kill(self, name: str): os.killpg(self.replicas[name].pid, signal.SIGKILL)
+
+    def replaced(self, name: str) -> bool: return False      # nobody does, until `revive`
 
     def revive(self, name: str) -> float:
         "Start the replica again; seconds until it is ready and the router has had time for two checks of it"
@@ -171,9 +174,11 @@ class Ray:
 
     def kill(self, name: str): os.kill(self.running()[name], signal.SIGKILL)
 
+    def replaced(self, name: str) -> bool: return len(self.running().keys() - {name}) == 2
+
     def revive(self, name: str) -> float:
         "Ray starts another one by itself: seconds until it runs"
-        return wait("a new replica", lambda: len(self.running().keys() - {name}) == 2)
+        return wait("a new replica", lambda: self.replaced(name))
 
     def survivor(self, name: str) -> dict: return {}
 
@@ -194,19 +199,20 @@ def ray_app(a):
 
 def killed_in_mid_run(cluster, a) -> dict:
     "Kill one of two when a third has been answered; bring it back; send another load"
-    talks, state = load(a, 100), {}
+    talks, state, now = load(a, 100), {}, time.monotonic
     def watch(answers):
+        if state and "back" not in state and cluster.replaced(state["victim"]): state["back"] = now() - state["at"]
         if len(answers) < sum(map(len, talks))//3 or state: return
         state["victim"] = Counter(r["replica"] for r in answers).most_common(1)[0][0]
         cluster.kill(state["victim"])
-        state["at"] = time.monotonic()
+        state["at"] = now()
     answers = asyncio.run(drive(cluster.url, talks, watch))
     failed = [r for r in answers if r["error"]]
     other = [r["replica"] for r in failed if r["replica"] not in ("", state["victim"])]
     busy = [r for r in answers if r["start"] < state["at"] < r["end"]]
     late = [r for r in answers if r["start"] > state["at"]]
     ends = {n: cluster.survivor(n) for n in {r["replica"] for r in answers} - {"", state["victim"]}}
-    back = cluster.revive(state["victim"])
+    back = state.get("back") or cluster.revive(state["victim"])
     again = asyncio.run(drive(cluster.url, load(a, 200)))
     return dict(run=summary(answers), victim=state["victim"], under_way_at_the_kill=len(busy),
                 failed_under_way=sum(bool(r["error"]) for r in busy), failed_on_another_replica=len(other),

@@ -1,5 +1,6 @@
 """The routing rule alone, without Ray: bench/affinity.py simulates it for hundreds of replicas."""
 from collections import Counter, OrderedDict
+from itertools import count
 
 
 def beginnings(text, chunk: int) -> list[int]:
@@ -14,15 +15,15 @@ class Affinity:
     idlest one has; then, and if it is new, to the idlest."""
     def __init__(self, slack: int = 16, remember: int = 200_000):
         self.slack, self.remember = slack, remember
-        self.went, self.chosen = OrderedDict(), Counter()   # beginning -> replicas that have it; replica -> requests
+        self.went, self.last, self.turn = OrderedDict(), {}, count(1)   # beginning -> replicas; when each was chosen
 
     def order(self, parts: list[int], going: dict) -> list:
         "Replicas by preference for a prompt with these `beginnings`; `going` has the requests under way at each"
         known = Counter(r for b in parts for r in self.went.get(b, ()) if r in going)
-        idle = sorted(going, key=lambda r: (going[r], self.chosen[r]))
+        idle = sorted(going, key=lambda r: (going[r], self.last.get(r, 0)))
         best = max(idle, key=known.__getitem__)
         if going[best] - going[idle[0]] > self.slack: best = idle[0]
-        self.chosen[best] += 1   # noted now, not when the request has arrived: the next one may be choosing already
+        self.last[best] = next(self.turn)   # noted now, not when the request has arrived: the next one may be choosing
         for b in parts:
             self.went.setdefault(b, set()).add(best)
             self.went.move_to_end(b)

@@ -96,6 +96,33 @@ def test_each_module_comes_from_one_notebook():
     assert set(mods) == {p.stem for p in MODULES} - {"__init__"}
 
 
+def test_the_package_and_its_command_import_nothing_heavy_and_in_no_time():
+    """0.3 s for `import miniengine` is the promise (2 ms on an idle machine); of three runs the best counts, since
+    others may be using the machine. `miniengine --help` (tests/test_cli.py) imports no more than `miniengine.cli`."""
+    heavy = "torch transformers fastapi pydantic uvicorn numpy tokenizers aiohttp plotly".split()
+    code = "import sys, {0}; sys.exit(', '.join(m for m in %r if m in sys.modules) or None)" % heavy
+    def seconds(name):
+        r = subprocess.run([sys.executable, "-X", "importtime", "-c", code.format(name)], cwd=ROOT, text=True,
+                           capture_output=True)
+        assert r.returncode == 0, f"{name} imports {r.stderr.splitlines()[-1]}"
+        return sum(int(m[1]) for m in re.finditer(rf"\|\s+(\d+) \| {name}$", r.stderr, re.M))/1e6
+    assert min(seconds("miniengine") for _ in range(3)) < 0.3
+    assert min(seconds("miniengine.cli") for _ in range(3)) < 1
+
+
+def test_the_package_is_marked_as_typed_and_its_papers_agree():
+    ini = {k.strip(): v.strip() for k, _, v in (line.partition("=") for line in
+           (ROOT/"settings.ini").read_text(encoding="utf-8").splitlines()) if not k.startswith("#")}
+    assert (PKG/"py.typed").is_file()
+    cite, log = ((ROOT/f).read_text(encoding="utf-8") for f in ("CITATION.cff", "CHANGELOG.md"))
+    assert f"\nversion: {ini['version']}\n" in cite and f"\n## {ini['version']}\n" in log
+    assert {"gpu", "bench", "book", "ray", "dev"} <= {k.removesuffix("_requirements") for k in ini}
+    tests = (ROOT/".github/workflows/test.yml").read_text(encoding="utf-8")
+    setup = (ROOT/"setup.py").read_text(encoding="utf-8")
+    for minor in range(int(ini["min_python"].split(".")[1]), 14):
+        assert f'"3.{minor}"' in tests and f'"3.{minor}"' in setup
+
+
 @pytest.mark.parametrize("name", NO_TORCH)
 def test_bookkeeping_runs_without_torch(name):
     if not (PKG/f"{name}.py").exists(): pytest.skip(f"chapter {name} isn't written yet")

@@ -3,7 +3,7 @@ import re, sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = [(0, "Overview"), (1, "Memory and time"), (4, "The model"), (9, "The engine"), (13, "Serving"), (15, "Benchmarks"), (90, "In short"), (95, "Reference")]
+PARTS = [(0, "Overview"), (1, "Memory and time"), (4, "The model"), (9, "The engine"), (13, "Serving"), (15, "Benchmarks"), (17, "Outgrowing it"), (90, "In short"), (95, "Reference")]
 
 def chapters():
     "The lines between `chapters:` and the next top-level key: parts begin at the notebook numbers of PARTS"
