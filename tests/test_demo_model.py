@@ -80,7 +80,7 @@ def test_twenty_prompts_of_64_greedy_tokens_equal_transformers(ours, theirs):
 
 
 def test_scores_are_as_near_to_the_exact_ones_as_float32_sums_are(ours, theirs):
-    "The last digits depend on the order of addition; oneDNN's packed products have their own (1.0e-4 seen, else 0.8e-4)"
+    "The last digits depend on the order of addition; oneDNN's packed products have their own (1.0e-4, else 0.8e-4)"
     exact = copy.deepcopy(theirs).double()
     for prompt, answer, scores in ours[2::3]: assert (scores_of(exact, prompt, answer) - scores).abs().max() < 1.5e-4
 

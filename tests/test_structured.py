@@ -18,11 +18,16 @@ from miniengine.structured import Grammars, Matcher, wanted
 
 TOK = ByteTokenizer()
 GRAMMARS = Grammars(TOK, (258,))
-PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 150}, "sex": {"enum": ["f", "m", None]}},
+PERSON = {"type": "object", "properties": {
+    "name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    "sex": {"enum": ["f", "m", None]}},
           "required": ["name", "age"], "additionalProperties": False}
 
 
-TEXT = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"]), max_size=4)   # control characters would have to be escaped
+# control characters would have to be escaped
+TEXT = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"]), max_size=4)
+SIMPLE = st.none() | st.booleans() | st.integers() | TEXT | st.lists(st.integers(), max_size=3)
+ANY = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 
 
 def allowed(m):
@@ -56,13 +61,13 @@ def test_whatever_is_picked_among_the_allowed_tokens_a_finished_answer_is_valid(
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.dictionaries(TEXT, st.none() | st.booleans() | st.integers() | TEXT | st.lists(st.integers(), max_size=3), max_size=3))
+@given(st.dictionaries(TEXT, SIMPLE, max_size=3))
 def test_any_object_can_be_said(v):
     assert follow("json_object", True, json.dumps(v, ensure_ascii=False))
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=6), min_size=1, max_size=5, unique=True), st.data())
+@given(st.lists(st.text(ANY, min_size=1, max_size=6), min_size=1, max_size=5, unique=True), st.data())
 def test_choices_are_what_can_be_said_and_nothing_else(choices, data):
     assert all(follow("choice", choices, c) for c in choices)
     other = data.draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=6))
@@ -116,9 +121,13 @@ def test_masks_touch_only_their_rows_and_any_width():
 
 
 @pytest.mark.parametrize("response_format, structured_outputs, param", [
-    ({"type": "yaml"}, None, "response_format"), ({}, None, "response_format"), ({"type": "json_schema"}, None, "response_format"), ({"type": "json_schema", "json_schema": {"name": "x"}}, None, "response_format"),
-    ({"type": "json_schema", "json_schema": {"schema": "x"}}, None, "response_format"), (None, {"regex": "a", "choice": ["b"]}, "structured_outputs"), (None, {"cfg": "a"}, "structured_outputs"),
-    ({"type": "json_object"}, {"regex": "a"}, "structured_outputs"), (None, {"structural_tag": "{}"}, "structured_outputs"),
+    ({"type": "yaml"}, None, "response_format"), ({}, None, "response_format"),
+    ({"type": "json_schema"}, None, "response_format"),
+    ({"type": "json_schema", "json_schema": {"name": "x"}}, None, "response_format"),
+    ({"type": "json_schema", "json_schema": {"schema": "x"}}, None, "response_format"),
+    (None, {"regex": "a", "choice": ["b"]}, "structured_outputs"), (None, {"cfg": "a"}, "structured_outputs"),
+    ({"type": "json_object"}, {"regex": "a"}, "structured_outputs"),
+    (None, {"structural_tag": "{}"}, "structured_outputs"),
 ])
 def test_unknown_requests_are_refused_by_name(response_format, structured_outputs, param):
     with pytest.raises(RequestError) as e: wanted(response_format, structured_outputs)
@@ -126,12 +135,16 @@ def test_unknown_requests_are_refused_by_name(response_format, structured_output
 
 
 @pytest.mark.parametrize("kind, spec", [
-    ("json", {"type": "objekt"}), ("json", {"type": "array", "uniqueItems": True}), ("json", {"$ref": "#/x"}), ("json", "{"), ("json", 3), ("json", {"type": "string", "pattern": "("}), ("regex", "(a"), ("regex", "a(?=b)"),
-    ("regex", ""), ("regex", 5), ("regex", "a\\"), ("choice", []), ("choice", ["a", 1]), ("choice", [""]), ("choice", "ab"), ("grammar", "start: ("), ("grammar", "x: /a/"), ("json", {"$ref": "http://example.org/x"}),
+    ("json", {"type": "objekt"}), ("json", {"type": "array", "uniqueItems": True}), ("json", {"$ref": "#/x"}),
+    ("json", {"$ref": "http://example.org/x"}), ("json", "{"), ("json", 3),
+    ("json", {"type": "string", "pattern": "("}), ("regex", "(a"), ("regex", "a(?=b)"), ("regex", ""), ("regex", 5),
+    ("regex", "a\\"), ("choice", []),
+    ("choice", ["a", 1]), ("choice", [""]), ("choice", "ab"), ("grammar", "start: ("), ("grammar", "x: /a/"),
 ])
 def test_bad_specs_are_refused_by_name(kind, spec):
     with pytest.raises(RequestError) as e: GRAMMARS.compile(kind, spec, "response_format")
-    assert e.value.param == "response_format" and e.value.status == 400 and e.value.message.startswith("response_format: ")
+    assert e.value.param == "response_format" and e.value.status == 400
+    assert e.value.message.startswith("response_format: ")
 
 
 @pytest.mark.parametrize("field, value", [("min_tokens", 2), ("ignore_eos", True)])
@@ -159,7 +172,9 @@ def run(engine, params, n):
 
 def test_answers_follow_their_grammar_through_preemption(small):
     g = Grammars(small.tokenizer, small.model_config.eos_ids)
-    schema = {"type": "object", "properties": {k: {"type": "string", "maxLength": 20} for k in ("name", "town", "job")}, "required": ["name", "town", "job"], "additionalProperties": False}
+    names = ["name", "town", "job"]
+    schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "string", "maxLength": 20}),
+              "required": names, "additionalProperties": False}
     held = SamplingParams(temperature=1, max_tokens=80, seed=3, structured=g.compile("json", schema))
     got = run(small, [SamplingParams(temperature=0, max_tokens=80, ignore_eos=True), held], 2)
     assert any(r.num_preemptions for _, r in got[2:]), "a request with a grammar must have been preempted"
