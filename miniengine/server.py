@@ -446,7 +446,8 @@ def tools_of(body: Body) -> Tools|None:
 async def grammar_for(self: Server, body: Body, tools: Tools|None) -> Grammar|None:
     "The grammar of the answers to `body`, None if they are free"
     spec = wanted(body.response_format, body.structured_outputs)
-    if spec and tools: raise RequestError(f"{spec[2]} can't be combined with tools (except with tool_choice=none)", spec[2])
+    if spec and tools:
+        raise RequestError(f"{spec[2]} can't be combined with tools (except with tool_choice=none)", spec[2])
     if tools and tools.forced: spec = "grammar", call_grammar(self.style, tools), "tools"
     return await asyncio.to_thread(self.grammars.compile, *spec) if spec else None
 
@@ -563,7 +564,8 @@ def app(self: Server):
     app.router.route_class = Route
     async def version(): return {"version": __version__}
     events = {200: {"description": "An object, or events", "content": {"text/event-stream": {}}}}
-    kinds = {"/metrics": PlainTextResponse, "/glass": HTMLResponse, **dict.fromkeys(("/health", "/ready", "/ping"), Response)}
+    kinds = dict.fromkeys(("/health", "/ready", "/ping"), Response)
+    kinds |= {"/metrics": PlainTextResponse, "/glass": HTMLResponse}
     for method, path, f in (
             ("POST", "/v1/chat/completions", self.chat), ("POST", "/v1/completions", self.completions),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
