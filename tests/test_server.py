@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -934,12 +935,25 @@ json_values = st.recursive(
     lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=5), x, max_size=3),
     max_leaves=6,
 )
-small = st.integers(-3, 30) | st.floats(-1, 3) | json_values
+sound = st.sampled_from(
+    [
+        {"type": "json_object"},
+        {"choice": ["a", "b"]},
+        {"regex": "[ab]+"},
+        {"json": {"type": "integer"}},
+        [{"type": "function", "function": {"name": "f"}}],
+        "required",
+        {"include_usage": True},
+        {"97": 5.0},
+        True,
+    ]
+)
+small = st.integers(-3, 30) | st.floats(-1, 3) | sound | json_values
 FIELDS = st.sampled_from(
     """n temperature top_p top_k min_p seed max_tokens min_tokens stop stop_token_ids ignore_eos presence_penalty
     frequency_penalty repetition_penalty logprobs top_logprobs logit_bias stream stream_options echo model
     max_completion_tokens add_generation_prompt request_id cache_salt chat_template_kwargs continue_final_message
-    skip_special_tokens tools response_format suffix best_of""".split()
+    skip_special_tokens tools tool_choice parallel_tool_calls response_format structured_outputs suffix best_of""".split()
 )
 prompts = (
     st.text(max_size=20)
@@ -1027,6 +1041,7 @@ async def test_a_closed_connection_aborts_streaming_and_whole_answers():
 
 async def test_a_slow_reader_loses_nothing_and_holds_up_nobody():
     async with listening(max_model_len=30_000, num_blocks=4000) as (url, e, u):
+        u.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # its connections inherit it
         body = json.dumps(LONG | {"max_tokens": 25_000, "stream": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]), limit=1024)
         writer.write(
@@ -1041,6 +1056,7 @@ async def test_a_slow_reader_loses_nothing_and_holds_up_nobody():
             await asyncio.sleep(0.01)  # all is computed while the client reads nothing
         got = (await reader.read(-1)).decode()
         text = re.findall(r'"text":"(a*)"', got)
+        assert len(text) < 5000, "what the socket didn't take was joined, not queued event by event"
         assert sum(map(len, text)) == 12_500 and got.rstrip().endswith("0") and "[DONE]" in got, (
             "every other token is the end token"
         )
