@@ -2,6 +2,7 @@
 import asyncio
 import threading
 
+import httpx
 import pytest
 import uvicorn
 from fake_engine import FakeEngine
@@ -51,3 +52,11 @@ def test_the_document_lists_every_route_and_keeps_the_developers_ones_to_develop
     paths = set(APP.openapi()["paths"])
     plain = set(Server(FakeEngine()).app().app.app.openapi()["paths"])
     assert paths - plain == {"/reset_prefix_cache", "/glass", "/debug/trace", "/debug/events"} and not plain - paths
+
+
+def test_the_documentation_has_examples_that_work(url):
+    assert "swagger" in httpx.get(f"{url}/docs").text
+    for path in "/v1/chat/completions", "/v1/completions":
+        name = APP.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        example, = APP.openapi()["components"]["schemas"][name.rsplit("/", 1)[1]]["examples"]
+        assert httpx.post(url + path, json=example).json()["usage"]["completion_tokens"] > 1

@@ -953,7 +953,8 @@ FIELDS = st.sampled_from(
     """n temperature top_p top_k min_p seed max_tokens min_tokens stop stop_token_ids ignore_eos presence_penalty
     frequency_penalty repetition_penalty logprobs top_logprobs logit_bias stream stream_options echo model
     max_completion_tokens add_generation_prompt request_id cache_salt chat_template_kwargs continue_final_message
-    skip_special_tokens tools tool_choice parallel_tool_calls response_format structured_outputs suffix best_of""".split()
+    skip_special_tokens tools tool_choice parallel_tool_calls response_format structured_outputs suffix
+    best_of""".split()
 )
 prompts = (
     st.text(max_size=20)
