@@ -6,8 +6,9 @@ One running engine, in the loop that `miniengine serve` runs, decodes a batch of
 The recorder is put on and taken off in turns within that one run, and each turn's steps are timed from commit to
 commit. A ratio is the median over all rounds of a round's own ratio; beside it stands what two neighbouring turns
 without a recorder differ by, which is what the machine's noise alone does. The readers are one process with three
-connections that read and throw away what the server sends, as pages would. `trace us` is what the recorder itself
-takes of a step: the same calls on the same batch with and without it, with the device left out.
+connections that read and throw away what the server sends, as pages would. `trace us` is the CPU time
+that the recorder itself takes of a step: the same calls on the same batch with and without it, with the device left
+out; `reader us` is what one reader's share of the stream takes.
 """
 import argparse
 import asyncio
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 import uvicorn
+from orjson import dumps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from servers import environment  # noqa: E402
@@ -111,33 +113,38 @@ class Instant:
 
 
 def own_time(e, rows, rounds=15, steps=20):
-    "Microseconds that the recorder adds to schedule, pack and commit of `rows` decodes (medians), without a device"
+    """CPU microseconds of the engine's thread for schedule, pack and commit of `rows` decodes without a device
+    (median), what the recorder adds to them, and what naming and packing a step's entries for one reader takes"""
     run, overlap, e.overlap = e.runner.run, e.overlap, False
     e.runner.run = lambda job: Instant(job[0])
     p = SamplingParams(temperature=0, max_tokens=rounds*steps*2 + 20, ignore_eos=True)
     streams = [e.add([1, 2, 3], p) for _ in range(rows)]
     while e.scheduler.waiting: e.step()
-    found = {False: [], True: []}
+    found, sent = {False: [], True: []}, []
     for i in range(2*rounds):
         trace = Trace(e) if i % 2 else None
         for _ in range(steps):
-            t = time.perf_counter()
+            t = time.thread_time()
             e.step()
-            found[bool(trace)].append(time.perf_counter() - t)
-        if trace: trace.close()
+            found[bool(trace)].append(time.thread_time() - t)
+        if trace:
+            t = time.thread_time()
+            dumps({"entries": trace.entries(trace.count - 2*steps)})
+            sent.append((time.thread_time() - t)/steps)
+            trace.close()
     for s in streams: s.abort()
     del e.runner.run
     e.overlap = overlap
     assert e.runner.run == run
     off, on = (1e6*statistics.median(found[k]) for k in (False, True))
-    return dict(host_us=off, trace_us=on - off)
+    return dict(host_us=off, trace_us=on - off, reader_us=1e6*statistics.median(sent))
 
 
 def summary(turns):
     "Medians in ms, and the median over all rounds of a round's ratio to `off`"
     mid = {k: [statistics.median(turn) for turn in v] for k, v in turns.items()}
     ratio = {k: statistics.median(b/a for a, b in zip(mid["off"], v)) for k, v in mid.items() if k != "off"}
-    noise = statistics.median(max(a, b)/min(a, b) for a, b in zip(mid["off"], mid["off"][1:]))
+    noise = statistics.median([max(a, b)/min(a, b) for a, b in zip(mid["off"], mid["off"][1:])] or [1])
     return dict(step_ms={k: 1e3*statistics.median(v) for k, v in mid.items()}, ratio=ratio, noise=noise,
                 steps={k: sum(map(len, v)) for k, v in turns.items()},
                 turns_ms={k: [1e3*t for t in v] for k, v in mid.items()})
@@ -166,8 +173,8 @@ async def main(a):
         ms, r = run["step_ms"], run["ratio"]
         print(f"{run['rows']:4} rows: step {ms['off']:.3f} ms without, with {r['on']:.4f} times that, "
               f"with 3 readers {r['on, 3 readers']:.4f} (noise {run['noise']:.4f}); the recorder itself takes "
-              f"{run['trace_us']:.1f} us of {run['host_us']:.0f} us on the host, {run['trace_us']/ms['off']/10:.2f} % "
-              "of the step", flush=True)
+              f"{run['trace_us']:.1f} us beside the host's {run['host_us']:.0f} us, {run['trace_us']/ms['off']/10:.2f} "
+              f"% of the step, and a reader {run['reader_us']:.1f} us", flush=True)
     u.should_exit = True
     await task
     await engine.stop()
