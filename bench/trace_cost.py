@@ -112,7 +112,7 @@ class Instant:
     def logprobs(self): return None
 
 
-def own_time(e, rows, rounds=15, steps=20):
+def own_time(e, rows, rounds=10, steps=5):
     """CPU microseconds of the engine's thread for schedule, pack and commit of `rows` decodes without a device
     (median), what the recorder adds to them, and what naming and packing a step's entries for one reader takes"""
     run, overlap, e.overlap = e.runner.run, e.overlap, False
@@ -132,6 +132,7 @@ def own_time(e, rows, rounds=15, steps=20):
             dumps({"entries": trace.entries(trace.count - 2*steps)})
             sent.append((time.thread_time() - t)/steps)
             trace.close()
+    assert len(e.scheduler.running) == rows, "the KV cache has no room for so many: raise --kv-cache-memory"
     for s in streams: s.abort()
     del e.runner.run
     e.overlap = overlap
