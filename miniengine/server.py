@@ -386,28 +386,37 @@ class Server:
         "Metrics in Prometheus' text format"
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def model(self, name: str):
-        "What is served under `name`"
-        self.check_model(name)
-        e = self.engine
-        return {"id": name, "object": "model", "created": int(time()), "owned_by": "miniengine", "parent": None,
-                "root": e.config.tokenizer or e.config.model, "max_model_len": e.max_model_len}
+    async def version(self):
+        "Ours"
+        return {"version": __version__}
 
-    async def models(self):
-        "The names we answer to"
-        return {"object": "list", "data": [await self.model(n) for n in self.names]}
+# %% ../nbs/13_server.ipynb #dd380e1f
+@patch
+async def model(self: Server, name: str):
+    "What is served under `name`"
+    self.check_model(name)
+    e = self.engine
+    return {"id": name or self.names[0], "object": "model", "created": int(time()), "owned_by": "miniengine",
+            "parent": None, "root": e.config.tokenizer or e.config.model, "max_model_len": e.max_model_len}
 
-    async def reset(self):
-        "Forget all cached prefixes, as benchmarks want it between two runs"
-        if (cache := self.engine.scheduler.cache) is not None: cache.clear()
+@patch
+async def models(self: Server):
+    "The names we answer to"
+    return {"object": "list", "data": [await self.model(n) for n in self.names]}
 
-    async def info(self):
-        "How this server was started and what it runs on"
-        e, names = self.engine, ("torch", "transformers", "triton", "flashinfer-python", "uvicorn", "miniengine")
-        return reply({"engine_config": asdict(e.config), "server_config": asdict(replace(self.config, api_key=[])),
-                      "model_config": asdict(e.model_config), "max_model_len": e.max_model_len, "device": str(e.device),
-                      "dtype": str(e.dtype), "attn": type(e.runner.attn).__name__, "num_blocks": e.pool.num_blocks,
-                      "versions": {d.name: d.version for d in distributions() if d.name in names}})
+@patch
+async def info(self: Server):
+    "How this server was started and what it runs on"
+    e, names = self.engine, ("torch", "transformers", "triton", "flashinfer-python", "uvicorn", "miniengine")
+    return reply({"engine_config": asdict(e.config), "server_config": asdict(replace(self.config, api_key=[])),
+                  "model_config": asdict(e.model_config), "max_model_len": e.max_model_len, "device": str(e.device),
+                  "dtype": str(e.dtype), "attn": type(e.runner.attn).__name__, "num_blocks": e.pool.num_blocks,
+                  "versions": {d.name: d.version for d in distributions() if d.name in names}})
+
+@patch
+async def reset(self: Server):
+    "Forget all cached prefixes; what runs goes on"
+    if (cache := self.engine.scheduler.cache) is not None: cache.clear()
 
 # %% ../nbs/13_server.ipynb #aceb33ad
 @patch
@@ -562,7 +571,6 @@ def app(self: Server):
     app = FastAPI(title="miniengine", version=__version__, exception_handlers=dict.fromkeys(errors, on_error),
                   responses=dict.fromkeys(("4XX", "5XX"), {"model": Failure, "description": "OpenAI's error object"}))
     app.router.route_class = Route
-    async def version(): return {"version": __version__}
     events = {200: {"description": "An object, or events", "content": {"text/event-stream": {}}}}
     kinds = dict.fromkeys(("/health", "/ready", "/ping"), Response)
     kinds |= {"/metrics": PlainTextResponse, "/glass": HTMLResponse}
@@ -570,9 +578,9 @@ def app(self: Server):
             ("POST", "/v1/chat/completions", self.chat), ("POST", "/v1/completions", self.completions),
             ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("POST", "/ping", self.health),
-            ("GET", "/ready", self.ready),
+            ("GET", "/ready", self.ready), ("GET", "/version", self.version), ("GET", "/server_info", self.info),
             ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.model),
-            ("GET", "/version", version), ("GET", "/metrics", self.scrape), ("GET", "/server_info", self.info),
+            ("GET", "/metrics", self.scrape),
             *([("GET", "/debug/trace", self.recording), ("GET", "/debug/events", self.feed),
                ("GET", "/glass", self.glass)] if self.config.glass else []),
             *([("POST", "/reset_prefix_cache", self.reset)] if self.config.dev else [])):
