@@ -221,6 +221,16 @@ def killed_in_mid_run(cluster, a) -> dict:
                 seconds_until_replaced=round(back, 1), after=summary(again))
 
 
+def kills_of_few(a) -> dict:
+    "The same with four conversations only, which don't trip the router's circuit breaker together: by its options"
+    few, out = argparse.Namespace(**vars(a) | dict(agents=2, conversations=2, turns=3)), {}
+    for name, more in {"deploy/vllm_router.sh": "", "the router's defaults": VllmRouter.defaults}.items():
+        with contextlib.closing(VllmRouter(a, "cache_aware", a.logs, more)) as cluster:
+            out[name] = killed_in_mid_run(cluster, few)
+            print(name, json.dumps(out[name], indent=1), flush=True)
+    return out
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("what", choices=[*POLICIES, "ray-app"])
@@ -228,11 +238,16 @@ def main():
     for name, default in dict(agents=4, conversations=4, turns=4, max_tokens=16, port=18600).items():
         p.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     p.add_argument("--router", help=argparse.SUPPRESS)
+    p.add_argument("--only-few", action="store_true", help="vllm-router: only `kill_few`, into the file that is there")
     p.add_argument("--logs", type=Path, default=Path("/tmp/replicas"))
     p.add_argument("--json", type=Path, help="default: bench/results/MACHINE/replicas_WHAT.json")
     a = p.parse_args()
     if a.what == "ray-app": return ray_app(a)
     a.logs.mkdir(parents=True, exist_ok=True)
+    path = a.json or HERE/"results"/machine_name()/f"replicas_{a.what.replace('-', '_')}.json"
+    if a.only_few:
+        out = json.loads(path.read_text()) | {"kill_few": kills_of_few(a)}
+        return path.write_text(json.dumps(out, indent=1) + "\n")
     kind, rows = dict(zip(POLICIES, (VllmRouter, Ray)))[a.what], [r for t in load(a, 0) for r in t]
     want = expected(sorted(rows, key=lambda r: r["turn"]), load_tokenizer("smollm2"), 16)
     code = f"import importlib.metadata as m; print(m.version({a.what!r}))"
@@ -254,10 +269,9 @@ def main():
         out["kill"] = killed_in_mid_run(cluster, a)
         print("kill", json.dumps(out["kill"], indent=1), flush=True)
     if kind is VllmRouter:
-        with contextlib.closing(kind(a, POLICIES[a.what]["affinity"], a.logs, kind.defaults)) as cluster:
+        with contextlib.closing(kind(a, "cache_aware", a.logs, kind.defaults)) as cluster:
             out["kill_with_the_routers_defaults"] = killed_in_mid_run(cluster, a)
-            print("kill", json.dumps(out["kill_with_the_routers_defaults"], indent=1), flush=True)
-    path = a.json or HERE/"results"/machine_name()/f"replicas_{a.what.replace('-', '_')}.json"
+        out["kill_few"] = kills_of_few(a)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(out | {"environment": environment()}, indent=1) + "\n")
     if any(s["failed"] for s in out["policies"].values()) or out["kill"]["after"]["failed"]: sys.exit("requests failed")
