@@ -52,6 +52,8 @@ def test_the_document_lists_every_route_and_keeps_the_developers_ones_to_develop
     paths = set(APP.openapi()["paths"])
     plain = set(Server(FakeEngine()).app().app.app.openapi()["paths"])
     assert paths - plain == {"/reset_prefix_cache", "/glass", "/debug/trace", "/debug/events"} and not plain - paths
+    answers = [set(op["responses"]) for path in APP.openapi()["paths"].values() for op in path.values()]
+    assert all(a == {"200", "4XX", "5XX"} for a in answers), "422 is FastAPI's idea, not ours"
 
 
 def test_the_documentation_has_examples_that_work(url):
