@@ -3,7 +3,8 @@
     python bench/structured_cost.py [--model smollm2] [--load-format auto] [--out bench/results/structured_cost.json]
 
 Eight plain requests run throughout. In turns, four more join them, which sample freely, have a grammar, or ask for
-log-probabilities; the median step of each turn is compared with that of the free turn of the same round. On a CPU a
+log-probabilities; the median step of each turn is compared with that of the free turn of the same round. A second free
+turn tells what chance does to such a ratio, and `spread` is the standard error of the median ratio. On a CPU a
 step's time is the CPU time of the whole process, grammar threads included: one engine thread does nearly all of it, and
 other programs on the machine don't count. On a GPU it is the time that passes.
 """
@@ -54,13 +55,13 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--model", default="smollm2"); ap.add_argument("--load-format", default="auto")
     ap.add_argument("--out")
-    ap.add_argument("--rounds", type=int, default=9); ap.add_argument("--steps", type=int, default=30)
+    ap.add_argument("--rounds", type=int, default=30); ap.add_argument("--steps", type=int, default=8)
     a = ap.parse_args()
     config = EngineConfig(model=a.model, load_format=a.load_format, max_num_seqs=16, max_model_len=2048)
     engine = Engine(config, progress=False)
     grammar = Grammars(engine.tokenizer, engine.model_config.eos_ids).compile("json", SCHEMA)
-    extras = {"four sample freely": {}, "four follow a JSON schema": dict(structured=grammar),
-              "four want 5 log-probabilities": dict(logprobs=5)}
+    extras = {"four sample freely": {}, "four sample freely, once more": {},
+              "four follow a JSON schema": dict(structured=grammar), "four want 5 log-probabilities": dict(logprobs=5)}
     prompt, found = engine.tokenizer.encode("Once upon a time"), {k: [] for k in extras}
     for r in range(-1, a.rounds):  # the first round warms up
         rules = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
@@ -73,9 +74,11 @@ def main():
     base, cases = found["four sample freely"], []
     for name, ms in found.items():
         ratios = [x / y for x, y in zip(ms, base)]
-        cases.append(dict(name=name, step_ms=statistics.median(ms), ratio=statistics.median(ratios), low=min(ratios),
+        middle = statistics.median(ratios)
+        spread = 1.25*statistics.stdev(ratios)/len(ratios)**0.5
+        cases.append(dict(name=name, step_ms=statistics.median(ms), ratio=middle, spread=spread, low=min(ratios),
                           high=max(ratios), rounds=len(ms)))
-        print(f"{name:32} {cases[-1]['step_ms']:7.2f} ms a step, ratio {cases[-1]['ratio']:.3f} "
+        print(f"{name:32} {cases[-1]['step_ms']:7.2f} ms a step, ratio {middle:.3f} +- {spread:.3f} "
               f"({min(ratios):.3f} to {max(ratios):.3f})")
     cuda, vocab = engine.device.type == "cuda", engine.model_config.vocab_size
     models = (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
