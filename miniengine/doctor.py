@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['TINY', 'requirements', 'lacking', 'packages', 'gpus_of_driver', 'devices', 'backends', 'write_model', 'reference',
-           'self_test', 'try_backend', 'main']
+           'self_test', 'apart', 'try_backend', 'main']
 
 # %% ../nbs/14b_doctor.ipynb #eb8e1156
 import json
 import os
 import platform
+import re
 import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
@@ -169,14 +171,29 @@ def self_test(
     return worst, 1e-3 if dtype == "float32" else 0.25, what
 
 # %% ../nbs/14b_doctor.ipynb #2b7a919a
+def apart(
+    attn: str,  # attention backend
+    device: str,  # where
+) -> list:  # what `self_test` returns
+    "`self_test` in a process of its own; RuntimeError if that ends otherwise"
+    code = "import json, sys; from miniengine.doctor import self_test; print(json.dumps(self_test(*sys.argv[1:])))"
+    path = [str(Path(sys.modules["miniengine"].__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    r = subprocess.run([sys.executable, "-c", code, attn, device], capture_output=True, text=True, timeout=900,
+                       env=os.environ | {"PYTHONPATH": os.pathsep.join(path)})
+    if r.returncode == 0: return json.loads(r.stdout.splitlines()[-1])
+    lines = re.findall(r"^.*(?:Error|Exception|Killed).*$", r.stderr, re.M) or r.stderr.strip().splitlines()
+    raise RuntimeError(f"{lines[-1] if lines else 'no message'} (exit status {r.returncode})")
+
+# %% ../nbs/14b_doctor.ipynb #f53bbf48
 def try_backend(
     name: str,  # attention backend
     device: str,  # where
     say: Callable,  # prints a line
+    test: Callable = self_test,  # or `apart`
 ) -> list[str]:  # problems
     "Run the self-test with one backend"
     begin = perf_counter()
-    try: worst, allowed, what = self_test(name, device)
+    try: worst, allowed, what = test(name, device)
     except Exception as e:
         lines = str(e).strip().splitlines() or [""]
         say(f"self-test   {name}: failed")
@@ -196,12 +213,13 @@ def main(
     try:
         problems += devices(say)
         import torch
-        why = backends(device != "cpu" and torch.cuda.is_available())
+        cuda = device != "cpu" and torch.cuda.is_available()
+        why = backends(cuda)
     except (ImportError, OSError, RuntimeError) as e: why, problems = {}, [*problems, f"PyTorch doesn't start: {e}"]
     usable = [name for name, reason in why.items() if not reason]
     for name, reason in why.items():
         say(f"attention   {name}: {reason or 'usable' + ', the default'*(name == usable[0])}")
-    for name in usable: problems += try_backend(name, device, say)
+    for name in usable: problems += try_backend(name, device, say, apart if cuda else self_test)
     for p in problems: say(f"PROBLEM     {p}")
     say(f"{len(problems)} problem{'s'*(len(problems) != 1)}" if problems else "nothing wrong")
     return int(bool(problems))
