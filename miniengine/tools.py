@@ -209,7 +209,9 @@ def _in_text(self: ToolParser, last: bool):
             return self._enter("call", at + len(s.open))
         hold = next(n for n in range(len(s.open), -1, -1) if b.endswith(s.open[:n]))
         safe = b[:len(b) - hold].rstrip()  # a piece of markup, and blanks before it
-        if last: safe = (safe if self.calls else b[:len(b) - hold]) if hold >= 5 else b.rstrip() if self.calls else b
+        if last:
+            safe = b[:len(b) - hold] if hold >= 5 else b  # "<tool" and more was going to be a call
+            if self.calls: safe = safe.rstrip()
         self._say(safe); self.buf = "" if last else b[len(safe):]
     else:
         rest, tag = b.lstrip().removeprefix("<|python_tag|>").lstrip(), "<|python_tag|>"
