@@ -545,7 +545,7 @@ class Gate:
             return send(message)
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         known = any([compare_digest(key, k.encode()) for k in self.keys]) and kind.lower() == b"bearer"
-        locked = self.keys and scope["path"].startswith(("/v1", "/debug")) and scope["method"] != "OPTIONS"
+        locked = self.keys and scope["path"].startswith(("/v1", "/debug", "/reset")) and scope["method"] != "OPTIONS"
         app = reply(failure(_UNKNOWN), 401) if locked and not known else self.app
         await app(scope | {"id": id.decode("latin-1"), "send": send}, limited, tagged)
 

@@ -571,6 +571,9 @@ async def test_a_developers_server_forgets_cached_prefixes_when_asked_to():
         assert (await task)["usage"]["completion_tokens"] == 300, "what runs isn't disturbed"
     async with running() as (c, e):
         assert (await c.post("/reset_prefix_cache")).status_code == 404
+    async with running(ServerConfig(dev=True, api_key=["k"])) as (c, e):
+        assert (await c.post("/reset_prefix_cache")).status_code == 401
+        assert (await c.post("/reset_prefix_cache", headers={"authorization": "Bearer k"})).status_code == 200
 
 
 async def test_an_empty_api_key_is_refused():
