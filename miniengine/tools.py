@@ -218,6 +218,7 @@ def _in_text(self: ToolParser, last: bool):
         if rest[:1] == "{": self._enter("call", len(b) - len(rest))
         elif last or not tag.startswith(rest): self._enter("plain", 0)
 
+# %% ../nbs/12c_tools.ipynb #68dbbdd5
 @patch
 def _in_call(self: ToolParser, last: bool):
     if self.style.open and self.at == 0 and (b := self.buf.lstrip())[:1] != "{":
