@@ -144,7 +144,7 @@ def _build(self: Engine, src, progress: bool):
     self.pool = BlockPool(n, bs)
     cache, limits = PrefixCache(self.pool) if c.prefix_caching else None, (c.max_num_seqs, budget, self.max_model_len)
     self.scheduler = Scheduler(self.pool, cache, *limits, c.chunked_prefill, c.batching)
-    if cuda and not c.enforce_eager:
+    if cuda and not c.enforce_eager and c.attn != "torch":
         self.runner.capture(lambda sizes: tqdm(sizes, "capturing CUDA graphs", disable=not progress))
 
 # %% ../nbs/12_engine.ipynb #761b4aa4

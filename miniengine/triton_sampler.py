@@ -52,8 +52,8 @@ def _draw(logits, rules, out, V, stride, BLOCK: tl.constexpr):
     if min_p > 0: floor = tl.maximum(floor, m + tl.log(min_p))
     mass = _mass(x, V, inv_t, m, floor, BLOCK)
     if top_p < 1:
-        target, low = (mass * top_p).to(tl.float32) * (1 - 1e-6), tl.maximum(floor, m - 40)  # e**-40 of it: nothing
-        floor = tl.maximum(floor, _threshold(x, V, inv_t, m, low, m + 1e-3, floor, target, True, 8, BLOCK))
+        target, least = (mass * top_p).to(tl.float32) * (1 - 1e-6), tl.maximum(floor, m - 40)  # e**-40 of it: nothing
+        floor = tl.maximum(floor, _threshold(x, V, inv_t, m, least, m + 1e-3, floor, target, True, 8, BLOCK))
         mass = _mass(x, V, inv_t, m, floor, BLOCK)
     aim, sums, n, last = u * mass, mass * 0, tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, V, BLOCK, num_stages=4):

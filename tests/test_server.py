@@ -734,7 +734,8 @@ async def test_the_engine_gets_a_turn_between_the_prompts_of_a_crowd():
         while not e.scheduler.running:
             await asyncio.sleep(0)
         await asyncio.gather(*(post(c, TEXT, {"prompt": "hello", "max_tokens": 4}) for _ in range(40)))
-        assert len(set(seen[1:])) >= 20, seen
+        runs = [seen[1:].count(n) for n in set(seen[1:])]
+        assert max(runs) <= 8 and len(runs) >= 4, seen  # 10 ms worth of prompts, then a step
         await first
 
 
