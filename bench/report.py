@@ -519,7 +519,7 @@ def gate_table(data): return md(["required", "measured", ""], gate_rows(data)).r
 
 
 # --- size of the engine ---
-ENGINE = ("config", "kv_blocks", "scheduler", "model", "weights", "attention", "triton_attention", "sampler", "runner", "prefix_cache", "text", "engine")
+ENGINE = ("config", "kv_blocks", "scheduler", "model", "weights", "attention", "triton_attention", "sampler", "triton_sampler", "runner", "prefix_cache", "text", "engine")
 SURFACE = ("server", "cli", "doctor", "structured", "tools", "glass")   # what people and programs talk to; the rest is the harness
 
 
