@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
@@ -15,6 +16,7 @@ from fake_engine import FakeEngine
 from miniengine import __version__, cli
 from miniengine.config import EngineConfig, ServerConfig
 
+RESULTS = Path(__file__).resolve().parent.parent / "bench/results"
 RUN = [sys.executable, "-c", "import sys; from miniengine.cli import main; sys.exit(main())"]
 
 
@@ -143,6 +145,14 @@ def test_the_doctor_finds_nothing_wrong_here():
     found = {word: [line for line in lines if line.split()[0] == word] for word in ("attention", "self-test", "device")}
     assert len(found["attention"]) == 3 and "torch: usable, the default" in found["attention"][2]
     assert len(found["self-test"]) == 1 and "right, " in found["self-test"][0] and "cpu: " in found["device"][-1]
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/doctor.txt")), ids=lambda p: p.parent.name)
+def test_the_doctor_found_nothing_wrong_where_we_measured(path):
+    lines = path.read_text().splitlines()
+    usable = [line.split()[1] for line in lines if line.startswith("attention") and ": usable" in line]
+    tested = [line.split()[1] for line in lines if line.startswith("self-test") and ": right, " in line]
+    assert lines[-1] == "nothing wrong" and usable == tested and tested
 
 
 def test_the_doctor_notices_a_wrong_computation_and_an_error(monkeypatch):
