@@ -92,8 +92,9 @@ def read_trace(path):
 
 def boxes(fig, kinds, row=1):
     "Horizontal boxes `{name: [(track, begin, length, text), ...]}` in subplot `row`; prompt chunks stand out by their height"
-    for i, (name, some) in enumerate(kinds.items()):
-        y, base, x, text = zip(*some) if some else ((), (), (), ())
+    for name, some in kinds.items():
+        y, base, x, text = zip(*some)
+        i = ("decode", "prompt chunk", "waiting").index(name)
         fig.add_bar(orientation="h", y=y, base=base, x=x, name=name, hovertext=text, hoverinfo="text", row=row, col=1,
                     width=0.75 if name == "prompt chunk" else 0.35, **mark(i, filled=True))
 
@@ -126,18 +127,20 @@ def glass(report, first=1, last=10**9, parts=("lanes", "tokens", "blocks"), titl
                 marks["ended"] += [(t, lane) for lane, _ in s["finished"]]
             kinds["waiting"] += [(lane, t, x[-1] + 0.5 - t, "waiting") for lane, t in queued.items()]
             lanes |= set(queued)
-            boxes(fig, kinds, k)
+            y = {lane: i for i, lane in enumerate(sorted(lanes))}
+            boxes(fig, {name: [(y[b[0]], *b[1:]) for b in some] for name, some in kinds.items() if some}, k)
             for (name, pts), symbol in zip(marks.items(), ("x", "line-ns-open")):
+                pts = [(x, y[lane]) for x, lane in pts if lane in y]
                 if pts: fig.add_scatter(x=[p[0] for p in pts], y=[p[1] for p in pts], mode="markers", name=name, row=k, col=1,
                                         marker=dict(symbol=symbol, size=12, color="black", line_width=3 if name == "ended" else 1))
-            fig.update_yaxes(title_text="request", autorange="reversed", tickvals=sorted(lanes), ticktext=[lane_name(n) for n in sorted(lanes)], row=k, col=1)
+            fig.update_yaxes(title_text="request", autorange="reversed", tickvals=list(y.values()), ticktext=[lane_name(n) for n in y], row=k, col=1)
         elif part == "tokens":
             of = {"decode": [sum(r[2] for r in s["rows"] if not prefill(r)) for s in steps], "prompt chunk": [sum(r[2] for r in s["rows"] if prefill(r)) for s in steps]}
             base = [0]*len(x)
             for i, (name, y) in enumerate(of.items()):
                 fig.add_bar(x=x, y=y, base=base, name=name, showlegend="lanes" not in parts, row=k, col=1, width=1, **mark(i, filled=True))
                 base = y
-            fig.add_scatter(x=[x[0] - 0.5, x[-1] + 0.5], y=[report["budget"]]*2, mode="lines", name="budget", line=dict(color="black", dash="dot"), row=k, col=1)
+            if max(s["tokens"] for s in steps) > report["budget"]/5: fig.add_scatter(x=[x[0] - 0.5, x[-1] + 0.5], y=[report["budget"]]*2, mode="lines", name="budget", line=dict(color="black", dash="dot"), row=k, col=1)
             fig.update_yaxes(title_text="tokens", row=k, col=1)
         else:
             usable = report["num_blocks"] - 1
@@ -155,19 +158,20 @@ def glass(report, first=1, last=10**9, parts=("lanes", "tokens", "blocks"), titl
 TRACK = dict(step="#bcd0e4", launch="#bcd0e4", decode="#bcd0e4", prefill="#f2c9a8", waiting="#ffffff", pack="#d5e3c6", commit="#d5e3c6")
 
 
-def tracks(events, begin=0.0, end=None, title=None):
-    "Chrome trace events between two times (ms) as Perfetto shows them: a row for each track, a box for each complete event"
+def tracks(events, begin=0.0, end=None, most=99, title=None):
+    "Chrome trace events between two times (ms) as Perfetto shows them: a row for each track (of requests the `most` newest), a box for each event"
     events = events["traceEvents"]
-    group = {x["pid"]: x["args"]["name"] for x in events if x["name"] == "process_name"}
-    name = {(x["pid"], x["tid"]): f"{group[x['pid']]}: {x['args']['name']}" for x in events if x["name"] == "thread_name"}
+    name = {(x["pid"], x["tid"]): x["args"]["name"] if x["pid"] == 1 else f"request {lane_name(x['tid'])}" for x in events if x["name"] == "thread_name"}
     kinds, end = {}, end or max(x["ts"] + x.get("dur", 0) for x in events)/1e3
     for x in events:
         if x["ph"] == "X" and x["ts"]/1e3 < end and (x["ts"] + x["dur"])/1e3 > begin:
             since, until = max(begin, x["ts"]/1e3), min(end, (x["ts"] + x["dur"])/1e3)
             text = x["name"] if until - since > 0.012*len(x["name"])*(end - begin) else ""   # what fits into the box
-            box = name[x["pid"], x["tid"]], since, until - since, text, f"{x['name']}: {x['dur']/1e3:.2f} ms"
+            box = name[x["pid"], x["tid"]], since - begin, until - since, text, f"{x['name']}: {x['dur']/1e3:.2f} ms"
             kinds.setdefault(x["name"].split()[0], []).append(box)
     order = [n for n in name.values() if any(n == box[0] for some in kinds.values() for box in some)]
+    order = order[:2] + order[2:][-most:]
+    kinds = {k: kept for k, some in kinds.items() if (kept := [box for box in some if box[0] in order])}
     fig = make_subplots(rows=1, cols=1)
     for kind, some in sorted(kinds.items()):
         y, base, x, text, dur = zip(*some)
@@ -175,5 +179,5 @@ def tracks(events, begin=0.0, end=None, title=None):
                     insidetextanchor="middle", textangle=0, constraintext="none", textfont=dict(color="black", size=11),
                     marker=dict(color=TRACK.get(kind, "#ffffff"), line=dict(color="black", width=0.5)))
     fig.update_yaxes(categoryorder="array", categoryarray=order[::-1])
-    fig.update_xaxes(range=[begin, end])
+    fig.update_xaxes(range=[0, end - begin])
     return style(fig, title, x="time (ms)", barmode="overlay", height=100 + 30*len(order), showlegend=False)

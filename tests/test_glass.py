@@ -490,6 +490,31 @@ async def test_preemption_failure_and_a_second_page(browser):
         assert page.errors == late.errors == []
 
 
+async def test_a_page_left_open_forgets_the_oldest_steps_only(browser):
+    async with listening(ServerConfig(glass=True), num_blocks=30, max_num_seqs=4, step_time=.001) as (url, e, u):
+        page = await opened(browser, url + "/glass")
+        await until(page, "synced")
+        await page.evaluate("KEEP = 300")
+        body = {"max_tokens": 90, "ignore_eos": True, "temperature": 0}
+        async with httpx.AsyncClient(base_url=url, timeout=60) as c:
+            for i in range(8):
+                asks = (c.post("/v1/completions", json=body | {"prompt": "abc"*(i + k)}) for k in range(1, 4))
+                await asyncio.gather(*asks)
+                if i == 5: await page.evaluate("show(0)")  # it falls out of what is kept while the page stands there
+        await until(page, "log.at(-1).kind == 'done' && base > 300 && cursor >= base && !dirty")
+        assert await page.evaluate("log.length <= KEEP && steps.every(i => i >= base) && stepOf.size == steps.length")
+        trace = {s["step"]: s for s in u.server.trace.report()["steps"]}
+        for k in 0, 30:
+            await page.evaluate(f"show({k})")
+            await asyncio.sleep(.2)
+            n = await numbers(page)
+            assert n["step"] > 300 and n["free"] + n["cached"] == trace[n["step"]]["free"]
+        await page.click("#pause")
+        await asyncio.sleep(.3)
+        await agree(page, url, e)
+        assert page.errors == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_a_phone_shows_everything_without_overflow_and_takes_the_key(browser, scheme):
     async with listening(ServerConfig(glass=True, api_key=["secret"]), num_blocks=3000, step_time=.002) as (url, e, u):
