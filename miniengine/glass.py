@@ -238,6 +238,7 @@ def device_times(report: dict):
             yield s, max(before, s["times"]["launch"]), s["times"]["ready"]
             before = s["times"]["ready"]
 
+# %% ../nbs/12d_glass.ipynb #1a3f91a0
 def perfetto(report: dict) -> dict:  # JSON for ui.perfetto.dev or chrome://tracing
     "A `Trace.report` as Chrome trace events: a host, a device and a counter track, and a track per request"
     events, prompts = [], {r["lane"]: r["prompt"] for r in report["requests"]}
