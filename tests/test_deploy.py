@@ -113,6 +113,11 @@ def test_every_object_is_of_a_known_kind_and_labels_match():
     assert ("PersistentVolumeClaim", claim) in BY and ("ServiceAccount", pod("router")["serviceAccountName"]) in BY
 
 
+def test_the_manifest_fits_kubernetes_schemas():
+    validate = pytest.importorskip("kubernetes_validate", reason="optional: pip install kubernetes-validate").validate
+    for d in DOCS: validate(d, "1.37", strict=True)
+
+
 def test_probes_ask_for_what_the_server_has():
     c, source = pod("miniengine")["containers"][0], (ROOT/"miniengine/server.py").read_text()
     for probe, path in dict(startupProbe="/ready", readinessProbe="/ready", livenessProbe="/health").items():
