@@ -175,7 +175,7 @@ def at_retire(self: Trace, call, handle):
     call(handle)
     if times: self.log("done", *times, self.ready, perf_counter())
 
-# %% ../nbs/12d_glass.ipynb #a19011f9
+# %% ../nbs/12d_glass.ipynb #c41c1511
 @patch
 def entries(self: Trace,
     since: int = 0,  # skip that many of all entries ever made
@@ -194,6 +194,7 @@ def about(self: Trace) -> dict:
             "num_blocks": pool.num_blocks, "block_size": pool.block_size, "budget": s.budget, "overlap": e.overlap,
             "max_num_seqs": s.max_num_seqs, "epoch": self.epoch}
 
+# %% ../nbs/12d_glass.ipynb #a19011f9
 @patch
 def report(self: Trace) -> dict:  # "requests" and "steps", beside what `about` says
     "All that the ring still holds, one record per step"
