@@ -29,5 +29,6 @@ for n in names:
         if e.name not in EXTRAS: raise
         print(f"miniengine.{n} needs an extra: {e.name}")
 for n in miniengine.__all__: getattr(miniengine, n)
+assert b"<canvas" in importlib.import_module("miniengine.glass").PAGE.read_bytes(), "the page is package data"
 print(f"wheel: {len(names)} modules imported, {', '.join(miniengine.__all__)} at the top")
 P
