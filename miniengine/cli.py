@@ -66,7 +66,9 @@ def run_serve(args: argparse.Namespace):
     key = "-H 'authorization: Bearer YOUR-KEY' " if config.api_key else ""
     logging.basicConfig(level=config.log_level.upper(), format=config.log_format, style="{")
     def make_engine(): return import_module("miniengine.engine").AsyncEngine(engine(args))
-    def ready(url, server): print(READY.format(__version__, server.names[0], key, url=url), flush=True)
+    def ready(url, server):
+        page = f"The engine at work: {url}/glass\n" if config.glass else ""
+        print(READY.format(__version__, server.names[0], key, url=url) + page, flush=True)
     import_module("miniengine.server").serve(make_engine, config, ready)
 
 # %% ../nbs/14_cli.ipynb #adbd069c
