@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -162,9 +163,15 @@ class Ray:
     def __init__(self, a, policy: str, logs: Path):
         self.url, self.board = f"http://127.0.0.1:{a.port}", f"http://127.0.0.1:{a.port + 3}"
         words = [a.bin, __file__, "ray-app", "--port", str(a.port), *(["--router", policy] if policy else [])]
-        env = dict(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(logs))
-        self.app = start(words, logs/"ray.log", env)
-        wait("Ray Serve", lambda: fetch(f"{self.url}/ready")[0] == 200 and len(self.running()) == 2)
+        self.log = logs/"ray.log"
+        self.tmp = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")   # a short path: there are sockets in it
+        env = dict(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=self.tmp.name)
+        self.app = start(words, self.log, env)
+        wait("Ray Serve", self.up)
+
+    def up(self) -> bool:
+        if self.app.poll() is not None: raise RuntimeError(f"Ray ended:\n{self.log.read_text()[-2000:]}")
+        return fetch(f"{self.url}/ready")[0] == 200 and len(self.running()) == 2
 
     def running(self) -> dict[str, int]:
         "Replica -> process id"
@@ -182,7 +189,9 @@ class Ray:
 
     def survivor(self, name: str) -> dict: return {}
 
-    def close(self): stop(self.app)
+    def close(self):
+        stop(self.app)
+        with contextlib.suppress(OSError): self.tmp.cleanup()
 
 
 def ray_app(a):
