@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 import httpx
@@ -511,6 +511,28 @@ async def test_a_page_left_open_forgets_the_oldest_steps_only(browser):
             n = await numbers(page)
             assert n["step"] > 300 and n["free"] + n["cached"] == trace[n["step"]]["free"]
         await page.click("#pause")
+        await asyncio.sleep(.3)
+        await agree(page, url, e)
+        assert page.errors == []
+
+
+async def test_a_page_opened_late_knows_requests_older_than_the_ring(browser):
+    async with listening(ServerConfig(glass=True), step_time=.002) as (url, e, u):
+        u.server.trace.ring = deque(maxlen=100)
+        streams = [e.add([i]*40, SamplingParams(max_tokens=n, ignore_eos=True)) for i, n in ((1, 400), (2, 150))]
+        while streams[1].request.num_output < 100: await asyncio.sleep(0)
+        e.step_time = 600  # the engine stands still
+        page = await opened(browser, url + "/glass")
+        await until(page, "synced && document.querySelectorAll('#lanes button').length == 2", "two lanes")
+        await until(page, f"{shown('running')} == 2")
+        await page.hover("#lanes button >> nth=0")
+        await until(page, "detail.textContent.includes('prompt of 40 tokens')")
+        assert await page.evaluate("ttft.length") == 0, "when they began isn't known"
+        e.step_time = .002
+        for handle, *_ in u.server.trace.open: handle.done_at = 0
+        for s in streams: s.abort()
+        e.add([3]*40, SamplingParams(max_tokens=3, ignore_eos=True))
+        await until(page, f"log.at(-1).kind == 'done' && {shown('running')} == 0 && ttft.length == 1")
         await asyncio.sleep(.3)
         await agree(page, url, e)
         assert page.errors == []
