@@ -46,7 +46,8 @@ class FakeServer:
     async def models(self, request):
         return web.json_response({"object": "list", "data": [{"id": self.model, "root": self.root or self.model}]})
 
-    async def info(self, request): return web.json_response({"engine": "fake", "itl": self.itl})
+    async def info(self, request):
+        return web.json_response({"engine": "fake", "itl": self.itl, "system_env": {"PASSWORD": "not to be stored"}})
 
     async def tokenize(self, request):
         ids = self.tok.encode((await request.json())["prompt"], add_special_tokens=False)

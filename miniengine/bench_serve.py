@@ -491,8 +491,10 @@ async def benchmark(target: Target, samples: list[Sample], tok) -> dict:
     items, at = list(d.items()), list(d).index("rtfx") + 1
     cache = {k: grew.get(f"prefix_cache_{k}_total") for k in ("queries", "hits")}
     info = await get(session, f"{base}/server_info")
+    info = json.loads(info) if info and is_json(info) else info
+    if isinstance(info, dict): info = {k: v for k, v in info.items() if not k.endswith("_env")}  # may hold secrets
     ours = dict(warnings=find_warnings(samples, results, a.backend == "openai-chat"), prefix_cache=cache,
-                server_info=json.loads(info) if info and is_json(info) else info)
+                server_info=info)
     return dict(items[:at]) | extra | dict(items[at:]) | {"miniengine": ours}
 
 # %% ../nbs/15_bench_serve.ipynb #94732c64
