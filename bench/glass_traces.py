@@ -1,11 +1,12 @@
 """Record the step traces that the book draws: the demo model on a CPU, requests added at fixed steps.
 
-    python bench/glass_traces.py [--out bench/traces]
+    python bench/glass_traces.py [NAME ...] [--out bench/traces]
 
 `crowd`: eight requests on six rows with a budget of 48 tokens a step and a pool that is too small for them, so that
 prompts are cut into chunks and requests are preempted. `agents`: two conversations of four turns with one system
-prompt; each turn sends everything said before. `agents_uncached`: the same without the prefix cache. The schedule
-depends on the plan alone, the times on the machine.
+prompt; each turn sends everything said before. `agents_uncached`: the same without the prefix cache. `static` and
+`continuous`: twelve requests on four rows, in both ways of batching. The schedule depends on the plan alone, the times
+on the machine.
 """
 import argparse
 import random
@@ -49,15 +50,28 @@ def agents(e, rng, turns=4):
         e.step()
 
 
+def twelve(e, rng):
+    "Twelve requests at once, prompts of 8 to 40 tokens, answers of very different length"
+    for i in range(12):
+        prompt = words(rng, rng.randint(8, 40))
+        output = rng.choice([3, 5, 8, 20])
+        e.add(prompt, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), f"r{i}")
+    while e.has_work: e.step()
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("names", nargs="*", help="which ones; all if none is named")
     ap.add_argument("--out", default=str(HERE/"traces"))
     a = ap.parse_args()
     common = dict(device="cpu", dtype="float32", max_model_len=320)
     for name, work, config in (
             ("crowd", crowd, dict(num_blocks=21, max_num_seqs=6, max_num_batched_tokens=48)),
             ("agents", agents, roomy := dict(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=64)),
-            ("agents_uncached", agents, roomy | dict(prefix_caching=False))):
+            ("agents_uncached", agents, roomy | dict(prefix_caching=False)),
+            ("static", twelve, four := dict(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=32, batching="static")),
+            ("continuous", twelve, four | dict(batching="continuous"))):
+        if a.names and name not in a.names: continue
         e = Engine(EngineConfig(**common, **config), progress=False)
         trace = Trace(e)
         work(e, random.Random(0))

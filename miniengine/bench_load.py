@@ -189,7 +189,7 @@ class Options:
         "An option with a value"
         self.parser.add_argument(f"--{name}", default=default, type=type, help=help, **kw)
     def flag(self, name, help=None):
-        "A switch"
+        "An option without a value: false unless given"
         self.parser.add_argument(f"--{name}", action="store_true", help=help)
     def refuse(self, **defaults):
         "Options that are an error, with the values that the original's Namespace shows for them"

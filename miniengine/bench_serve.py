@@ -129,7 +129,7 @@ def open_session(max_concurrency: int|None = None, insecure: bool = False):
     return aiohttp.ClientSession(connector=connector, trust_env=proxied, timeout=timeout)
 
 async def run_load(call,                   # async function: Sample -> Result
-                   samples: list[Sample],
+                   samples: list[Sample],  # what to send
                    times: list[float],     # when to send each, s
                    rates: list[float],     # the rate in force at each
                    bar=None,               # a tqdm bar
@@ -191,7 +191,7 @@ def percentile_name(p: float) -> str:
 def summarize(results: list[Result],        # in request order, failures included
               duration: float,              # of the run, s
               metrics=("ttft", "tpot", "itl"), # which ones get statistics
-              percentiles=(99.0,),
+              percentiles=(99.0,),          # which ones of each metric, 0 to 100
               slo: dict|None = None,        # goodput limits: metric -> ms
              ) -> dict:
     "Everything that the report and the JSON say about a run"
@@ -217,8 +217,14 @@ def row(label: str, value) -> str:
     "A line of the table; floats get two decimals"
     return f"{label:<40} {value if isinstance(value, int) else f'{value:.2f}':<10}"
 
-def report_lines(d: dict, metrics=("ttft", "tpot", "itl"), percentiles=(99.0,), max_concurrency=None, rate=math.inf,
-                 spec: dict|None = None) -> list[str]:
+def report_lines(
+    d: dict,                         # from `summarize`
+    metrics=("ttft", "tpot", "itl"), # which ones get statistics
+    percentiles=(99.0,),             # which ones of each, 0 to 100
+    max_concurrency=None,            # as asked for
+    rate=math.inf,                   # as asked for, requests per second
+    spec: dict|None = None,          # from `spec_figures`
+) -> list[str]:
     "The console table of `vllm bench serve`"
     rows = [("Successful requests:", d["completed"]), ("Failed requests:", d["failed"]),
             ("Maximum request concurrency:", max_concurrency),

@@ -23,7 +23,7 @@ from .config import EngineConfig, RequestError, SamplingParams, ServerConfig
 
 # %% ../nbs/14_cli.ipynb #acced13d
 def add_flags(
-    parser: argparse.ArgumentParser,
+    parser: argparse.ArgumentParser,  # gets the flags
     cls: type,  # a dataclass
     names: str = "",  # which of its fields; all of them if empty
 ):

@@ -387,7 +387,7 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def version(self):
-        "Ours"
+        "GET /version: the version of this package"
         return {"version": __version__}
 
 # %% ../nbs/13_server.ipynb #dd380e1f

@@ -1,7 +1,8 @@
 """Render the book without Quarto, with smalldocs (pure Python), into _book/. Exits 1 on a broken link or a missing picture.
 
 Works on a copy in which the notebooks passed tools/quarto_filter.py, so that nbdev's directives and hidden cells are gone,
-as in Quarto's pages. Cross-references (`@fig-x`) are Quarto's alone: here they become plain links to the page that defines them.
+as in Quarto's pages. Cross-references (`@fig-x`) and captions are Quarto's alone: here they become plain links to the page that defines
+them, and a line in italics.
 plotly.js comes from the installed package, so that the plots show without a network too.
 """
 import json, re, shutil, subprocess, sys, tempfile
@@ -10,6 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KIND = {"fig": "figure", "sec": "section", "tbl": "table", "eq": "equation"}
 PLOTLY = re.compile(r'<script[^>]*src="https://cdn\.plot\.ly/[^>]*></script>')
+TITLE = re.compile(r"# ([^\\\n{]+?)\s*\{#(sec-[\w-]+)\}")
+CAPTION = re.compile(r'^#\|\s*fig-cap:\s*"(.*)"\s*$', re.M)
 LABEL = re.compile(r"(?:\{#|#\|\s*label:\s*)((?:fig|sec|tbl|eq)-[\w-]+)")
 
 def main():
@@ -22,11 +25,16 @@ def main():
         (tmp/"nbs").mkdir()
         texts = {p.name: p.read_text(encoding="utf-8") for p in sorted((ROOT/"nbs").glob("[0-9]*.ipynb"))}
         where = {k: n for n, t in texts.items() for k in LABEL.findall(t)}
-        def link(m): return f"[{KIND[m[1].split('-')[0]]}]({where[m[1]]})" if m[1] in where else m[0]
+        title = {k: f"“{h}”" for t in texts.values() for h, k in TITLE.findall(t)}
+        def link(m): return f"[{title.get(m[1], KIND[m[1].split('-')[0]])}]({where[m[1]]})" if m[1] in where else m[0]
         for n, t in texts.items():
             t = subprocess.run([sys.executable, ROOT/"tools/quarto_filter.py"], input=t, capture_output=True, text=True, check=True).stdout
             nb = json.loads(t)
-            for c in nb["cells"]:
+            cells, nb["cells"] = nb["cells"], []
+            for c in cells:
+                nb["cells"].append(c)
+                if c["cell_type"] == "code" and (m := CAPTION.search("".join(c["source"]))):   # smalldocs shows no captions
+                    nb["cells"].append(dict(cell_type="markdown", id=f"cap-{len(nb['cells'])}", metadata={}, source=f"*{m[1]}*"))
                 if c["cell_type"] == "markdown":
                     s = re.sub(r"(?<![\w`])@((?:fig|sec|tbl|eq)-\w[\w-]*)", link, "".join(c["source"]))
                     c["source"] = re.sub(r"\s*\{#(?:fig|sec|tbl|eq)-[\w-]+\}", "", s)
