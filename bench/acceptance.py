@@ -61,9 +61,19 @@ def figure(folder: Path, engine: str, rate_: str, key: str) -> float:
     return median(json.loads(f.read_text())[key] for f in files)
 
 
+def measured_capacity() -> tuple:
+    "What bench/capacity.py left: at every mean length, so many at once before the first preemption"
+    found = sorted(RESULTS.glob("*/capacity.json"))
+    if not found: raise Open("needs a GPU and --model DIR (a Qwen2.5-7B folder), or a stored run of bench/capacity.py")
+    d = json.loads(found[0].read_text())
+    text = ", ".join(f"{r['peak']} at a mean of {r['tokens']:,.0f} tokens" for r in d["rows"])
+    return min(r["peak"] for r in d["rows"]) >= 50, (f"at once before the first preemption: {text}; contiguous "
+                                                     f"{d['contiguous']} ({d['machine']} held to {d['limit']})")
+
+
 @criterion("1", "≥ 50 concurrent sequences, Qwen2.5-7B, 8k context, 24 GB")
 def concurrency(a):
-    if machine_name() == "cpu" or not a.model: raise Open("needs a GPU and --model DIR (a Qwen2.5-7B folder)")
+    if machine_name() == "cpu" or not a.model: return measured_capacity()
     url, most, stop = "http://127.0.0.1:8131", [0, 0], threading.Event()
     def watch():
         while not stop.wait(0.1):
@@ -150,7 +160,14 @@ def static(a):
     here, cpu = (RESULTS/m/"batching.json" for m in (machine_name(), "cpu"))
     modes = stored(here if here.exists() else cpu)["modes"]
     fast, slow, soon, late = (modes[m][k] for k in ("output_tok_s", "ttft_p95_ms") for m in ("continuous", "static"))
-    return fast > slow, f"{fast / slow:.1f}× the throughput, TTFT p95 {soon / 1e3:.2f} s against {late / 1e3:.2f} s"
+    text = f"{fast / slow:.1f}× the throughput, TTFT p95 {soon / 1e3:.2f} s against {late / 1e3:.2f} s (offline, CPU)"
+    try:
+        folder = swept("qwen2.5-7b")
+        for r in ("8", "32"):
+            x, y = (figure(folder, e, r, "output_throughput") for e in ("miniengine", "miniengine-static"))
+            text += f"; the 7B at {r} req/s {x / y:.1f}× ({folder.parent.name})"
+    except Open: pass
+    return fast > slow, text
 
 
 @criterion("+", "latency and throughput at six rates, both engines")
