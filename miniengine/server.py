@@ -625,7 +625,7 @@ class Uvicorn(uvicorn.Server):
 # %% ../nbs/13_server.ipynb #f8d92da2
 def serve(
     make_engine,  # returns the `AsyncEngine`; called when the port is ours
-    config: ServerConfig|None = None,
+    config: ServerConfig|None = None,  # as by default if None
     ready=lambda url, server: None,  # called when clients may connect
 ):
     "Serve until SIGTERM or Ctrl-C, then drain and return"
