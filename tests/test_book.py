@@ -86,6 +86,14 @@ def test_quarto_options_are_yaml(path):
         if str(opts.get("label", "")).startswith("fig-"): assert opts.get("fig-cap"), f"{opts['label']} needs a fig-cap"
 
 
+@each_notebook
+def test_each_plot_has_a_label_and_a_caption(path):
+    for c in cells(path, "code"):
+        drawn = any('<div id="plot-' in "".join(o.get("data", {}).get("text/html", [])) for o in c["outputs"])
+        for option in ("label: fig-", "fig-cap: "):
+            assert not drawn or re.search(rf"^#\|\s*{option}", c["source"], re.M), f"no {option} in: {c['source'][:80]}"
+
+
 def labels():
     found = [m for t in pages().values() for m in re.findall(rf"\{{[^}}]*#((?:{KINDS})-[\w-]+)", t)]
     label = rf"^\s*#\s*\|\s*label:\s*((?:{KINDS})-[\w-]+)"
