@@ -140,7 +140,7 @@ def ablation_table(engines, keys=tuple(METRICS)):
     for n in names:
         for r in [r for r in engines[n] if r in engines["miniengine"]]:
             a, b = engines[n][r], engines["miniengine"][r]
-            rows.append([n.removeprefix("miniengine-"), r] + [f"{a[k]/b[k]:.2f}" for k in keys])
+            rows.append([n.removeprefix("miniengine-").replace("-", "‑"), r] + [f"{a[k]/b[k]:.2f}" for k in keys])
     return md(["switch", "req/s", *[METRICS[k][0] for k in keys]], rows) if rows else ""
 
 
@@ -211,9 +211,9 @@ def step_files(machine="h200"):
 
 
 def step_table(files):
-    rows = [(d["model"].split(",")[0], r["attn"], f"{r['rows']} × {r['context']:,}", f"{r['floor_ms']:.2f}",
+    rows = [(r["attn"], f"{r['rows']} × {r['context']:,}", f"{r['floor_ms']:.2f}",
              f"{r['graph_ms']:.2f}" if r.get("graph_ms") else "–", f"{r['step_ms']:.2f}", f"{r['ratio']:.2f}") for d in files for r in d["results"]]
-    return md(["model", "attention", "rows × context", "floor (ms)", "graph (ms)", "step (ms)", "step / floor"], rows)
+    return md(["attention", "rows × context", "floor (ms)", "graph (ms)", "step (ms)", "step / floor"], rows)
 
 
 def step_split(k, file, cfg, rows=32):
