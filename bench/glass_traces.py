@@ -69,7 +69,7 @@ def main():
             ("crowd", crowd, dict(num_blocks=21, max_num_seqs=6, max_num_batched_tokens=48)),
             ("agents", agents, roomy := dict(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=64)),
             ("agents_uncached", agents, roomy | dict(prefix_caching=False)),
-            ("static", twelve, four := dict(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=32,
+            ("static", twelve, four := dict(num_blocks=80, max_num_seqs=4, max_num_batched_tokens=160,
                                                batching="static")),
             ("continuous", twelve, four | dict(batching="continuous"))):
         if a.names and name not in a.names: continue
