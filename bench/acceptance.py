@@ -158,9 +158,10 @@ def life(a):
 @criterion("+", "continuous batching against a static baseline")
 def static(a):
     here, cpu = (RESULTS/m/"batching.json" for m in (machine_name(), "cpu"))
-    modes = stored(here if here.exists() else cpu)["modes"]
+    path = here if here.exists() else cpu
+    modes = stored(path)["modes"]
     fast, slow, soon, late = (modes[m][k] for k in ("output_tok_s", "ttft_p95_ms") for m in ("continuous", "static"))
-    text = f"{fast / slow:.1f}× the throughput, TTFT p95 {soon / 1e3:.2f} s against {late / 1e3:.2f} s (offline, CPU)"
+    text = f"{fast / slow:.1f}× the throughput, TTFT p95 {soon / 1e3:.2f} s against {late / 1e3:.2f} s (offline, {path.parent.name})"
     try:
         folder = swept("qwen2.5-7b")
         for r in ("8", "32"):
