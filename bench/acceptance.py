@@ -161,7 +161,8 @@ def static(a):
     path = here if here.exists() else cpu
     modes = stored(path)["modes"]
     fast, slow, soon, late = (modes[m][k] for k in ("output_tok_s", "ttft_p95_ms") for m in ("continuous", "static"))
-    text = f"{fast / slow:.1f}× the throughput, TTFT p95 {soon / 1e3:.2f} s against {late / 1e3:.2f} s (offline, {path.parent.name})"
+    text = (f"{fast / slow:.1f}× the throughput, TTFT p95 {soon / 1e3:.2f} s against {late / 1e3:.2f} s "
+            f"(offline, {path.parent.name})")
     try:
         folder = swept("qwen2.5-7b")
         for r in ("8", "32"):
