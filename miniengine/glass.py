@@ -183,7 +183,7 @@ def entries(self: Trace,
 ) -> list[dict]:  # oldest first
     "The recorded entries, with names"
     skip = max(0, since - (self.count - len(self.ring)))
-    found = islice(self.ring, skip, None if most is None else skip + most)
+    found = islice(list(self.ring), skip, None if most is None else skip + most)  # a copy: `report` runs in a thread
     return [dict(zip(("kind", *FIELDS[e[0]]), e)) for e in found]
 
 @patch

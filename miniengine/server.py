@@ -513,8 +513,10 @@ async def detokenize(self: Server, body: DetokenizeBody):
 async def recording(self: Server, format: str = "json"):
     "The engine's last steps, as JSON or (`format=perfetto`) as Chrome trace events"
     if format not in ("json", "perfetto"): raise RequestError("format must be json or perfetto", "format")
-    report = self.trace.report()
-    return reply(perfetto(report) if format == "perfetto" else report)
+    def make():
+        report = self.trace.report()
+        return reply(perfetto(report) if format == "perfetto" else report)
+    return await asyncio.to_thread(make)  # thousands of steps of a thousand rows take their time
 
 @patch
 async def feed(self: Server):

@@ -20,22 +20,10 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def demo_url():
     "A server in a thread with the real demo model, one for all tests; at the end nothing may be left of any request"
-    import asyncio
-    import threading
-
-    import uvicorn
+    from loopback import serving
 
     from miniengine.config import EngineConfig
     from miniengine.engine import AsyncEngine, Engine
-    from miniengine.server import Server, Uvicorn
-    server = Server(AsyncEngine(Engine(EngineConfig(max_num_seqs=16, max_model_len=1024), progress=False)))
-    up = threading.Event()
-    u = Uvicorn(uvicorn.Config(server.app(), port=0, log_level="error", lifespan="off"), server, up.set)
-    thread = threading.Thread(target=lambda: asyncio.run(u._serve()), daemon=True)
-    thread.start()
-    assert up.wait(60)
-    yield f"http://127.0.0.1:{u.servers[0].sockets[0].getsockname()[1]}"
-    u.should_exit = True
-    thread.join(30)
-    s = server.engine.scheduler
-    assert not thread.is_alive() and not s.has_work and s.pool.free == s.pool.usable
+    from miniengine.server import Server
+    config = EngineConfig(max_num_seqs=16, max_model_len=1024)
+    with serving(Server(AsyncEngine(Engine(config, progress=False)))) as url: yield url

@@ -1,14 +1,11 @@
 "Whatever our own OpenAPI document allows, and much that it forbids, against a server with a fake engine"
-import asyncio
-import threading
-
 import httpx
 import pytest
-import uvicorn
 from fake_engine import FakeEngine
 from hypothesis import HealthCheck, settings
+from loopback import serving
 
-from miniengine.server import Server, ServerConfig, Uvicorn
+from miniengine.server import Server, ServerConfig
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis import checks as ours  # noqa: E402
@@ -23,16 +20,7 @@ schema = schemathesis.openapi.from_dict(APP.openapi()).exclude(path="/debug/even
 @pytest.fixture(scope="module")
 def url():
     "A server on loopback that must be idle at the end"
-    server, up = Server(FakeEngine(max_model_len=64), CONFIG), threading.Event()
-    u = Uvicorn(uvicorn.Config(server.app(), port=0, log_level="error", lifespan="off"), server, up.set)
-    thread = threading.Thread(target=lambda: asyncio.run(u._serve()), daemon=True)
-    thread.start()
-    assert up.wait(30)
-    yield f"http://127.0.0.1:{u.servers[0].sockets[0].getsockname()[1]}"
-    u.should_exit = True
-    thread.join(30)
-    s = server.engine.scheduler
-    assert not thread.is_alive() and not s.has_work and s.pool.free == s.pool.usable
+    with serving(Server(FakeEngine(max_model_len=64), CONFIG)) as url: yield url
 
 
 @schema.parametrize()

@@ -739,6 +739,17 @@ async def test_the_engine_gets_a_turn_between_the_prompts_of_a_crowd():
         await first
 
 
+async def test_a_long_trace_is_written_beside_the_loop():
+    async with running(ServerConfig(glass=True)) as (c, e):
+        report = c.server.trace.report
+        c.server.trace.report = lambda: (time.sleep(1), report())[1]
+        slow = asyncio.create_task(c.get("/debug/trace"))
+        await asyncio.sleep(0.05)
+        await post(c, TEXT, {"prompt": "hello", "max_tokens": 4})
+        assert not slow.done()
+        assert (await slow).json()["format"] == "miniengine trace 1"
+
+
 async def test_a_failed_step_ends_its_requests_with_an_error_and_the_server_goes_on():
     async with running() as (c, e):
         for body in {"n": 1}, {"n": 2}:

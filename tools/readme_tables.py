@@ -24,7 +24,7 @@ def title():
 
 
 def size():
-    return (f"The engine, from a prompt to its tokens, offline or streamed, is about {R.about_lines()} lines of code, without blank lines, comments and docstrings; the surface around it (HTTP server, command line, tool calls, structured output) about {R.about_lines('surface')}, "
+    return (f"The engine, from a prompt to its tokens, offline or streamed, is about {R.about_lines()} lines of code, without blank lines, comments and docstrings; the surface around it (HTTP server, command line, structured output, tool calls, the glass engine, the doctor) about {R.about_lines('surface')}, "
             f"and the harness that measures it about {R.about_lines('harness')}. `make test` prints the exact count per module and fails above 2,000 for the engine.")
 
 
