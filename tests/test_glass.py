@@ -289,8 +289,7 @@ async def test_a_feed_brings_every_entry_once_and_a_state_to_start_from():
     e.add([1]*40, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
     for _ in range(200): e.step()
     async def work():
-        for _ in range(50): e.step(); await asyncio.sleep(.001)
-        return True
+        for _ in range(50): await asyncio.sleep(.001); e.step()  # done with the last step, before the feed's next turn
     task = asyncio.create_task(work())
     def all_there(got): return task.done() and sum(len(m["entries"]) for m in got) == trace.count
     got = await feed_of(trace, lambda: False, all_there)
