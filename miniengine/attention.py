@@ -88,7 +88,8 @@ def __call__(self: TorchAttention,
         n = both.numel()*self.block_size//(2*L) if mask is not None else 1
         k, v = halves.index_select(0, both).view(2, n, -1, Hkv, D)[:, :, :L].transpose(2, 3)
         o = F.scaled_dot_product_attention(q[rows].view(n, Hkv, Hq//Hkv, D), k, v, attn_mask=mask)
-        out[rows] = o.reshape(n, Hq, D)
+        if n == len(q): return o.view(n, Hq, D)  # the only group, all there is
+        out[rows] = o.view(n, Hq, D)
     for q0, q1, L, both, mask in self.prefills:
         k, v = halves.index_select(0, both).view(2, 1, -1, Hkv, D)[:, :, :L].transpose(2, 3)
         queries = q[q0:q1].transpose(0, 1)[None]

@@ -8,6 +8,7 @@ __all__ = ['StepMeta', 'TorchOps', 'rope_table', 'Model']
 # %% ../nbs/04_model.ipynb #087d2e3b
 import math
 from dataclasses import dataclass
+from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,6 +31,8 @@ class StepMeta:
     torch: tuple | None = None  # what `TorchOps` needs in each layer and computes once per step
 
 # %% ../nbs/04_model.ipynb #d69f4f2d
+_scalar = cache(torch.tensor)  # made once, not in every layer of every step
+
 class TorchOps:
     "The small operations between the matrix products, in plain PyTorch"
     def __init__(self): self.packed = {}
@@ -37,9 +40,8 @@ class TorchOps:
     @staticmethod
     def rms_norm(x, weight, eps):  # (..., H), (H,), float -> (..., H)
         "Root-mean-square layer norm, statistics in float32 (Zhang & Sennrich, 2019)"
-        x32 = x.float()
-        squares = x32.square().sum(-1, keepdim=True)
-        return (x32*squares.mul_(1/x.shape[-1]).add_(eps).rsqrt_()).to(x.dtype)*weight
+        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).mul_(x.shape[-1]**-0.5)
+        return (x/rms.hypot_(_scalar(eps**0.5))).to(x.dtype).mul_(weight)
 
     @staticmethod
     def add_rms_norm(x, residual, weight, eps):  # (T, H), (T, H) -> normed (T, H), new residual (T, H)
@@ -66,7 +68,8 @@ def pack(self: TorchOps,
 @patch
 def linear(self: TorchOps, x, weight, bias=None):  # (T, in), (out, in), (out,) -> (T, out)
     "`x @ weight.T + bias`"
-    if (packed := self.packed.get(id(weight))) is None: return F.linear(x, weight, bias)
+    packed = self.packed.get(id(weight))
+    if packed is None or len(x) >= 512: return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 # %% ../nbs/04_model.ipynb #a20cb04b
@@ -105,10 +108,10 @@ def rope_and_cache(self: TorchOps,
         q_k = torch.cat([self.rms_norm(q, norms[0], norms[2]), self.rms_norm(k, norms[1], norms[2])], 1)
     if meta.torch is None:
         rows = meta.slots.long() + meta.slots//bs*bs
-        meta.torch = *table[meta.positions][:, None].chunk(2, -1), torch.cat([rows, rows + bs])
-    cos, sin, rows = meta.torch  # (T, 1, D/2) twice, (2T,): rows of all keys, then of all values
-    a, b = q_k.chunk(2, -1)
-    q_k = torch.cat([a*cos - b*sin, b*cos + a*sin], -1).to(qkv.dtype)
+        cos, sin = table[meta.positions][:, None].chunk(2, -1)
+        meta.torch = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), torch.cat([rows, rows + bs])
+    cos, sin, rows = meta.torch  # (T, 1, D) twice, (2T,): rows of all keys, then of all values
+    q_k = torch.addcmul(q_k*cos, q_k.roll(D//2, -1), sin).to(qkv.dtype)
     q, k = q_k[:, :-Hkv], q_k[:, -Hkv:]
     kv.view(-1, Hkv, D).index_copy_(0, rows, torch.cat([k, v]))
     return q
