@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 
 from deploy.prefix_affinity import Affinity, beginnings
 from miniengine import cli
-from miniengine.config import ServerConfig
+from miniengine.config import EngineConfig, ServerConfig
 
 
 class PrefixRouter(RequestRouter):
@@ -44,7 +44,7 @@ class Replica:
         from miniengine.engine import AsyncEngine
         from miniengine.server import Server
         args = cli.parser().parse_args(["serve", *flags])
-        self.engine = AsyncEngine(cli.engine(args))
+        self.engine = AsyncEngine.load(cli.made(EngineConfig, args))
         self.app = Server(self.engine, cli.made(ServerConfig, args)).app()
         self.name = serve.get_replica_context().replica_id.unique_id.encode()
         await self.engine.start()

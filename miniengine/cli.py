@@ -60,12 +60,11 @@ Ctrl-C stops it.
 
 def run_serve(args: argparse.Namespace):
     "`miniengine serve`"
-    made(EngineConfig, args)
-    config = made(ServerConfig, args)
+    engine_config, config = made(EngineConfig, args), made(ServerConfig, args)
     config.api_key = config.api_key or os.environ.get("MINIENGINE_API_KEY", "").split()
     key = "-H 'authorization: Bearer YOUR-KEY' " if config.api_key else ""
     logging.basicConfig(level=config.log_level.upper(), format=config.log_format, style="{")
-    def make_engine(): return import_module("miniengine.engine").AsyncEngine(engine(args))
+    def make_engine(): return import_module("miniengine.engine").AsyncEngine.load(engine_config)
     def ready(url, server):
         page = f"The engine at work: {url}/glass\n" if config.glass else ""
         print(READY.format(__version__, server.names[0], key, url=url) + page, flush=True)

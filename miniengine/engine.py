@@ -295,9 +295,19 @@ def chat(self: LLM,
 # %% ../nbs/12_engine.ipynb #b3c33cba
 class AsyncEngine:
     "The engine as a task of the running event loop"
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, thread: ThreadPoolExecutor | None = None):
         self.engine, self.healthy, self.draining, self.task = engine, True, False, None
-        self.thread = None if engine.device.type == "cuda" else ThreadPoolExecutor(1, "miniengine-step")
+        self.thread = None if engine.device.type == "cuda" else thread or ThreadPoolExecutor(1, "miniengine-step")
+
+    @classmethod
+    def load(cls,
+        config: EngineConfig,  # of the engine
+        progress: bool = True,  # show progress bars
+    ):
+        "Make the engine, on a CPU in the thread that will run its steps"
+        if pick_device(config).type == "cuda": return cls(Engine(config, progress))
+        thread = ThreadPoolExecutor(1, "miniengine-step")
+        return cls(thread.submit(Engine, config, progress).result(), thread)
 
     def __getattr__(self, name): return getattr(self.engine, name)  # tokenizer, scheduler, config, ... of the engine
 

@@ -8,7 +8,7 @@ __all__ = ['StepMeta', 'TorchOps', 'rope_table', 'Model']
 # %% ../nbs/04_model.ipynb #087d2e3b
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,7 +31,7 @@ class StepMeta:
     torch: tuple | None = None  # what `TorchOps` needs in each layer and computes once per step
 
 # %% ../nbs/04_model.ipynb #d69f4f2d
-_scalar = cache(torch.tensor)  # made once, not in every layer of every step
+_scalar = lru_cache(torch.tensor)  # made once, not in every layer of every step
 
 class TorchOps:
     "The small operations between the matrix products, in plain PyTorch"

@@ -23,7 +23,7 @@ def demo_url():
     from loopback import serving
 
     from miniengine.config import EngineConfig
-    from miniengine.engine import AsyncEngine, Engine
+    from miniengine.engine import AsyncEngine
     from miniengine.server import Server
     config = EngineConfig(max_num_seqs=16, max_model_len=1024)
-    with serving(Server(AsyncEngine(Engine(config, progress=False)))) as url: yield url
+    with serving(Server(AsyncEngine.load(config, progress=False))) as url: yield url

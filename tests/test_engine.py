@@ -4,6 +4,7 @@ Independent here: the weights are made and run by transformers; the engine reads
 """
 import asyncio
 import random
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import ARCHS, hf_greedy, make_model, saved_eos
 
 from miniengine.config import EngineConfig, RequestError, SamplingParams
 from miniengine.engine import LLM, AsyncEngine, Engine, EngineError
+from miniengine.runner import Runner
 
 ASCII = {t: 50.0 for t in range(90)}  # as a logit_bias: the answer is plain text, a token a character
 
@@ -444,6 +446,25 @@ async def test_an_aborted_stream_ends_and_its_neighbour_does_not_notice(saved, s
     assert ids_of(got[0]) == want[i] and len(first.token_ids) == 1
     assert [g[-1].finish_reason for g in got] == ["length", "abort", "abort", "abort"]
     assert idle(a)
+
+
+async def test_on_a_cpu_one_thread_does_all_tensor_work_and_it_is_not_the_loops(path, monkeypatch):
+    "OpenMP has a team of workers for each thread that runs a loop, and two teams are slower than one"
+    seen = []
+    def spy(name):
+        f = getattr(Runner, name)
+        def noted(*a, **kw):
+            seen.append((name, threading.current_thread()))
+            return f(*a, **kw)
+        monkeypatch.setattr(Runner, name, noted)
+    for name in "__init__", "size_cache", "allocate", "run": spy(name)
+    config = EngineConfig(model=str(path), device="cpu", dtype="float32", num_blocks=40, max_model_len=128)
+    a = AsyncEngine.load(config, progress=False)
+    await a.start()
+    await collect(a.add([1, 2, 3], greedy(4)))
+    await a.stop()
+    assert {name for name, _ in seen} == {"__init__", "size_cache", "allocate", "run"}
+    assert len({t for _, t in seen}) == 1 and threading.current_thread() not in {t for _, t in seen}
 
 
 async def test_a_reader_that_waits_is_woken_by_the_abort(serve):

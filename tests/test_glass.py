@@ -398,11 +398,11 @@ async def agree(page, url, engine):
     "Once it has drawn what it was sent, the grid's counts are those of /metrics, and of the pool, which stand still"
     m, pool = await metrics(url), engine.pool
     shared = sum(r > 1 for r in pool.refs)
-    want = dict(free=pool.free, cached=sum(pool.refs[b] == 0 for b in engine.scheduler.cache.keys), shared=shared,
-                live=round(m["kv_cache_usage_perc"]*pool.usable) - shared, reserved=1, running=m["num_requests_running"],
-                waiting=m["num_requests_waiting"], preemptions=m["num_preemptions_total"])
-    want["free"] -= want["cached"]
-    assert want["live"] + shared == pool.usable - pool.free
+    live, cached = pool.usable - pool.free, sum(pool.refs[b] == 0 for b in engine.scheduler.cache.keys)
+    want = dict(free=pool.free - cached, live=live - shared, shared=shared, cached=cached, reserved=1,
+                running=m["num_requests_running"], waiting=m["num_requests_waiting"],
+                preemptions=m["num_preemptions_total"])
+    assert live == round(m["kv_cache_usage_perc"]*pool.usable)
     for _ in range(100):
         n = await numbers(page)
         if n == want | {"step": n["step"]}: return n
