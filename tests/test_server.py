@@ -911,7 +911,7 @@ async def test_a_scrape_counts_what_ended_badly():
 async def test_gauges_show_running_and_waiting():
     async with running(max_num_seqs=2, step_time=0.005) as (c, e):
         tasks = [asyncio.create_task(post(c, TEXT, LONG | {"max_tokens": 50})) for _ in range(5)]
-        while len(e.scheduler.waiting) < 3:
+        while (len(e.scheduler.running), len(e.scheduler.waiting)) != (2, 3):
             await asyncio.sleep(0)
         m = scrape((await c.get("/metrics")).text)
         assert (m["vllm:num_requests_running"], m["vllm:num_requests_waiting"]) == (2, 3) and 0 < m[
